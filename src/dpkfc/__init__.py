@@ -1,0 +1,19 @@
+"""Differentially private training for PyTorch, with the geometry put right before the noise.
+
+>>> import dpkfc
+>>> plan = dpkfc.Plan.make(records=10_000, batch_size=100, epochs=2, clip=1.0, epsilon=3.0, delta=1e-6)
+>>> plan.steps
+200
+"""
+
+from dpkfc.accounting.ledger import Ledger
+from dpkfc.errors import PrivacyError
+from dpkfc.fix import fix
+from dpkfc.geometry.identity import Identity
+from dpkfc.losses import mean_over_records
+from dpkfc.noise.independent import Independent
+from dpkfc.plan import Plan
+from dpkfc.private import Private, make_private
+
+__version__ = "0.1.0"
+__all__ = ["Identity", "Independent", "Ledger", "Plan", "Private", "PrivacyError", "fix", "make_private", "mean_over_records"]

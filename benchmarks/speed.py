@@ -1,0 +1,390 @@
+"""Seconds and memory of one training step: ordinary training, Opacus two ways, and dpkfc, side by side.
+
+    python -m benchmarks.speed --json speed.json --plot speed.png
+    python -m benchmarks.speed --json speed.json --workloads mlp,cnn --arms sgd,dpkfc --rounds 9
+
+A step is forward, loss, backward, `optimizer.step()` and `zero_grad()`. Every arm trains its own copy of the same
+model on the same records.
+
+Time: the arms of a workload share one process and take turns, several steps each, in an order that rotates from round
+to round, so that whatever slows the machine slows all of them alike. The median over rounds is reported.
+
+Memory: every arm takes a few steps alone in a fresh process; its peak resident size is reported, and beside it the
+baseline: the size once all packages were imported and before anything was built. The baseline is equal for all arms.
+
+Compare ratios to the `sgd` arm of the same run, never seconds of different runs. An arm that cannot train a model
+says why: `{"error": "one line"}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import importlib
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from benchmarks.workloads import WORKLOADS, Record, Workload, loss
+
+CLIP = NOISE_MULTIPLIER = 1.0
+LEARNING_RATE, MOMENTUM = 0.01, 0.9
+PACKAGES = ("dpkfc", "opacus", "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2")
+
+Step = Callable[[], None]
+Figures = dict[str, Any]  # of one arm: seconds, peak_mb, baseline_mb, ratio; or error
+
+
+# Arms: (workload, model, one batch, how many steps will be taken) -> a function that takes one step.
+
+
+def sgd(workload: Workload, model: nn.Module, batch: Record, steps: int) -> Step:
+    """Ordinary training: no clipping, no noise."""
+    optimizer = _optimizer(model)
+
+    def step() -> None:
+        _finish(loss(workload.logits(model, batch), batch[-1]), optimizer)
+
+    return step
+
+
+def opacus_hooks(workload: Workload, model: nn.Module, batch: Record, steps: int) -> Step:
+    """Opacus' default: hooks write every sample's gradient, the optimizer clips and sums them."""
+    from opacus.grad_sample import GradSampleModule
+    from opacus.optimizers import DPOptimizer
+
+    wrapped = GradSampleModule(model)
+    optimizer = DPOptimizer(_optimizer(model), **_opacus_noise(workload))
+
+    def step() -> None:
+        _finish(loss(workload.logits(wrapped, batch), batch[-1]), optimizer)
+
+    return step
+
+
+def opacus_ghost(workload: Workload, model: nn.Module, batch: Record, steps: int) -> Step:
+    """Opacus' ghost clipping: one backward pass for the norms, a second for the sum of the clipped gradients."""
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+    from opacus.optimizers import DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+    wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=CLIP, use_ghost_clipping=True)
+    optimizer = DPOptimizerFastGradientClipping(_optimizer(model), **_opacus_noise(workload))
+    criterion = DPLossFastGradientClipping(wrapped, optimizer, nn.CrossEntropyLoss())
+
+    def step() -> None:
+        logits = workload.logits(wrapped, batch)
+        _finish(criterion(logits.flatten(0, -2), batch[-1].flatten(), shape=logits.shape), optimizer)
+
+    return step
+
+
+def dpkfc(workload: Workload, model: nn.Module, batch: Record, steps: int) -> Step:
+    """dpkfc, its loader included. With one batch of records at sampling rate 1, Poisson batches are the whole of it."""
+    make_private = getattr(importlib.import_module("dpkfc"), "make_private", None)
+    if make_private is None:
+        raise NotImplementedError("dpkfc.make_private does not exist yet")
+    optimizer = _optimizer(model)
+    private = make_private(
+        model,
+        optimizer,
+        TensorDataset(*batch),
+        noise_multiplier=NOISE_MULTIPLIER,
+        delta=1e-5,
+        steps=steps,
+        batch_size=workload.batch_size,
+        clip=CLIP,
+    )
+    batches = iter(private.loader)
+
+    def step() -> None:
+        drawn = next(batches)
+        _finish(loss(workload.logits(model, drawn), drawn[-1]), optimizer)
+
+    return step
+
+
+ARMS = {arm.__name__: arm for arm in (sgd, opacus_hooks, opacus_ghost, dpkfc)}
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
+def _opacus_noise(workload: Workload) -> dict[str, Any]:
+    return dict(noise_multiplier=NOISE_MULTIPLIER, max_grad_norm=CLIP, expected_batch_size=workload.batch_size)
+
+
+def _finish(loss_of_batch: Any, optimizer: Any) -> None:
+    loss_of_batch.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+# Time.
+
+
+def time_workload(workload: Workload, arms: Sequence[str], rounds: int, warmup: int) -> dict[str, Figures]:
+    """The median seconds of a step for each arm, measured in turns."""
+    torch.manual_seed(0)
+    model, batch = workload.build().train(), workload.batch(workload.batch_size)
+    steps: dict[str, Step] = {}
+    figures: dict[str, Figures] = {}
+    for arm in arms:
+        try:
+            step = ARMS[arm](workload, copy.deepcopy(model), batch, warmup + rounds * workload.steps)
+            _take(step, warmup)
+            steps[arm] = step
+        except Exception as problem:  # whatever a library cannot do is a result, not a crash
+            figures[arm] = {"error": _one_line(problem)}
+    seconds: dict[str, list[float]] = {arm: [] for arm in steps}
+    for turn in range(rounds):
+        for arm in _rotated(list(steps), turn):
+            started = time.perf_counter()
+            _take(steps[arm], workload.steps)
+            seconds[arm].append((time.perf_counter() - started) / workload.steps)
+    figures |= {arm: {"seconds": median(taken)} for arm, taken in seconds.items()}
+    return {arm: figures[arm] for arm in arms}
+
+
+def _take(step: Step, times: int) -> None:
+    for _ in range(times):
+        step()
+
+
+def _rotated(arms: list[str], turn: int) -> list[str]:
+    shift = turn % max(len(arms), 1)
+    return arms[shift:] + arms[:shift]
+
+
+def _one_line(problem: Exception) -> str:
+    message = " ".join(str(problem).split())
+    return f"{type(problem).__name__}: {message}"[:200]
+
+
+# Memory.
+
+
+def memory_of(name: str, arm: str, steps: int, threads: int) -> Figures:
+    """`peak_mb` and `baseline_mb` of one arm, run alone in a fresh process."""
+    call = f"from benchmarks.speed import report_memory; report_memory({name!r}, {arm!r}, {steps}, {threads})"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", call],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        complaint = done.stderr.strip().splitlines() or [f"memory run ended with code {done.returncode}"]
+        return {"error": complaint[-1][:200]}
+    figures: Figures = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def report_memory(name: str, arm: str, steps: int, threads: int) -> None:
+    """What `memory_of` runs in the fresh process: train a little, then print the figures as a line of JSON."""
+    for package in PACKAGES:
+        with suppress(ImportError):
+            importlib.import_module(package)
+    gc.collect()
+    baseline = _resident_mb("VmRSS")
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    workload = WORKLOADS[name]
+    step = ARMS[arm](workload, workload.build().train(), workload.batch(workload.batch_size), steps)
+    _take(step, steps)
+    print(json.dumps({"peak_mb": _resident_mb("VmHWM"), "baseline_mb": baseline}))
+
+
+def _resident_mb(field: str) -> float:
+    """VmRSS (now) or VmHWM (peak) of this process in MB.
+
+    Linux starts a child's `ru_maxrss` at the size of its parent, which here holds every arm of a workload, so that is
+    read only where there is no /proc; there "now" is the peak so far.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        return next(int(line.split()[1]) / 1024 for line in status.read_text().splitlines() if line.startswith(field))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1024**2 if sys.platform == "darwin" else 1024)
+
+
+# The run, and what a reader sees.
+
+
+def run(
+    workloads: Sequence[str], arms: Sequence[str], rounds: int, threads: int, warmup: int = 1, memory_steps: int = 2
+) -> dict[str, Any]:
+    """Measure everything; the result is what `--json` saves."""
+    torch.set_num_threads(threads)
+    results: dict[str, dict[str, Figures]] = {}
+    for name in workloads:
+        figures = time_workload(WORKLOADS[name], arms, rounds, warmup)
+        gc.collect()
+        for arm in arms:
+            if "error" not in figures[arm]:
+                figures[arm] |= memory_of(name, arm, memory_steps, threads)
+        results[name] = _with_ratios(figures)
+    settings = {
+        "rounds": rounds,
+        "threads": threads,
+        "warmup_steps": warmup,
+        "memory_steps": memory_steps,
+        "batch_size": {name: WORKLOADS[name].batch_size for name in workloads},
+        "steps_per_round": {name: WORKLOADS[name].steps for name in workloads},
+        "optimizer": f"SGD, learning rate {LEARNING_RATE}, momentum {MOMENTUM}",
+        "clip": CLIP,
+        "noise_multiplier": NOISE_MULTIPLIER,
+        "versions": {package: _version(package) for package in ("dpkfc", "torch", "opacus", "transformers")},
+    }
+    return {"workloads": results, "settings": settings}
+
+
+def _with_ratios(figures: dict[str, Figures]) -> dict[str, Figures]:
+    """Add each arm's ratio to `sgd`: of seconds, of the peak, and of the peak above the baseline."""
+    ordinary = figures.get("sgd", {"error": "not run"})
+    if "error" in ordinary:
+        return figures
+    for arm in figures.values():
+        if "error" not in arm:
+            arm["ratio"] = {
+                "seconds": arm["seconds"] / ordinary["seconds"],
+                "peak_mb": arm["peak_mb"] / ordinary["peak_mb"],
+                "net_mb": (arm["peak_mb"] - arm["baseline_mb"]) / (ordinary["peak_mb"] - ordinary["baseline_mb"]),
+            }
+    return figures
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def table(result: dict[str, Any]) -> Table:
+    """One row an arm: seconds and memory, each with its ratio to ordinary training."""
+    settings = result["settings"]
+    drawn = Table(title=f"One training step ({settings['threads']} threads, median of {settings['rounds']} rounds)")
+    drawn.add_column("workload")
+    drawn.add_column("arm")
+    for heading in ("seconds", "x sgd", "peak MB", "net MB", "x sgd (net)"):
+        drawn.add_column(heading, justify="right")
+    for name, arms in result["workloads"].items():
+        for position, (arm, figures) in enumerate(arms.items()):
+            label = f"{name} ({settings['batch_size'][name]})" if position == 0 else ""
+            drawn.add_row(label, arm, *_cells(figures))
+        drawn.add_section()
+    return drawn
+
+
+def failures(result: dict[str, Any]) -> list[str]:
+    """Why each arm without figures has none."""
+    return [
+        f"{name}, {arm}: {figures['error']}"
+        for name, arms in result["workloads"].items()
+        for arm, figures in arms.items()
+        if "error" in figures
+    ]
+
+
+def _cells(figures: Figures) -> list[str]:
+    if "error" in figures:
+        return ["failed"] + [""] * 4
+    ratio = figures.get("ratio", {})
+    return [
+        f"{figures['seconds']:.4f}",
+        f"{ratio['seconds']:.2f}" if ratio else "",
+        f"{figures['peak_mb']:.0f}",
+        f"{figures['peak_mb'] - figures['baseline_mb']:.0f}",
+        f"{ratio['net_mb']:.2f}" if ratio else "",
+    ]
+
+
+def plot(result: dict[str, Any], file: Path) -> None:
+    """Grouped bars of the two ratios to ordinary training, a group a workload."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    workloads = result["workloads"]
+    arms = list(dict.fromkeys(arm for figures in workloads.values() for arm in figures if arm != "sgd"))
+    width = 0.8 / max(len(arms), 1)
+    figure, panels = plt.subplots(2, 1, figsize=(9, 6.5), sharex=True, layout="constrained")
+    titles = {"seconds": "Time of a step", "net_mb": "Peak memory above imports"}
+    for panel, (quantity, title) in zip(panels, titles.items(), strict=True):
+        for index, arm in enumerate(arms):
+            ratios = [figures[arm].get("ratio", {}).get(quantity) for figures in workloads.values()]
+            places = [group + (index - (len(arms) - 1) / 2) * width for group in range(len(workloads))]
+            bars = panel.bar(places, [ratio or 1.0 for ratio in ratios], width, label=arm)  # 1.0: an n/a label's height
+            panel.bar_label(bars, [f"{ratio:.1f}" if ratio else "n/a" for ratio in ratios], fontsize=8)
+        panel.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
+        panel.set_yscale("log")
+        panel.margins(y=0.15)
+        panel.set_ylabel("ratio to ordinary SGD")
+        panel.set_title(title)
+    panels[0].legend(ncols=len(arms), loc="upper right")
+    panels[1].set_xticks(range(len(workloads)), list(workloads))
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where the figures go")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw the ratios (needs matplotlib)")
+    parser.add_argument(
+        "--workloads", type=_names(WORKLOADS), default=list(WORKLOADS), metavar="A,B", help="default: all"
+    )
+    parser.add_argument("--arms", type=_names(ARMS), default=list(ARMS), metavar="A,B", help="default: all")
+    parser.add_argument("--rounds", type=_positive, default=5, help="timing rounds (default 5)")
+    parser.add_argument("--threads", type=_positive, default=2, help="torch threads (default 2)")
+    chosen = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore")  # Opacus and torch warn of hooks and insecure noise on every arm
+    result = run(chosen.workloads, chosen.arms, chosen.rounds, chosen.threads)
+    chosen.json.write_text(json.dumps(result, indent=2) + "\n")
+    console = Console()
+    console.print(table(result))
+    for failure in failures(result):
+        console.print(failure, markup=False, highlight=False, soft_wrap=True)
+    if chosen.plot:
+        plot(result, chosen.plot)
+
+
+def _names(known: dict[str, Any]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not known: choose from {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number of at least 1 is needed")
+    return int(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What the benchmarks train: a model, one batch of random records in memory, and how logits come from the two.
+
+Weights and records are random: speed and memory do not depend on them. No model has dropout, so every arm computes
+the same thing. Token models get every input as a full [batch, tokens] tensor, position ids included, because Opacus
+reads the batch size off the first dimension of whatever enters an embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpkfc.models import groupnorm_resnet, mlp, paper_cnn, tiny_vit
+
+TOKENS = 128
+BERT_VOCABULARY = 30522
+GPT2_VOCABULARY = 50257
+
+Record = tuple[Tensor, ...]  # the inputs in the order that `logits` reads them, then the target
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One model and one batch; `steps` is how many steps an arm takes in a row within a timing round."""
+
+    batch_size: int
+    steps: int
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], Record]
+    logits: Callable[[nn.Module, Record], Tensor] = lambda model, record: model(record[0])
+
+
+def loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Mean cross entropy; of a language model, over all tokens, which at one length is the mean of sample means."""
+    return F.cross_entropy(logits.flatten(0, -2), target.flatten())
+
+
+def images(channels: int, size: int) -> Callable[[int], Record]:
+    return lambda batch_size: (torch.randn(batch_size, channels, size, size), torch.randint(10, (batch_size,)))
+
+
+def sentences(batch_size: int) -> Record:
+    """input_ids, attention_mask, token_type_ids, position_ids, label."""
+    ids = torch.randint(1, BERT_VOCABULARY, (batch_size, TOKENS))
+    return ids, torch.ones_like(ids), torch.zeros_like(ids), positions(batch_size), torch.randint(2, (batch_size,))
+
+
+def texts(batch_size: int) -> Record:
+    """input_ids, attention_mask, position_ids, and the next token at every position."""
+    ids = torch.randint(GPT2_VOCABULARY, (batch_size, TOKENS + 1))
+    return ids[:, :-1].clone(), torch.ones(batch_size, TOKENS).long(), positions(batch_size), ids[:, 1:].clone()
+
+
+def positions(batch_size: int) -> Tensor:
+    return torch.arange(TOKENS).repeat(batch_size, 1)
+
+
+def minilm() -> nn.Module:
+    """BERT at the sizes of MiniLM-L6: 22.7 million weights, more than half of them the word embedding."""
+    transformers: Any = import_module("transformers")
+    config = transformers.BertConfig(
+        vocab_size=BERT_VOCABULARY,
+        hidden_size=384,
+        num_hidden_layers=6,
+        num_attention_heads=12,
+        intermediate_size=1536,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=2,
+        attn_implementation="sdpa",
+    )
+    model: nn.Module = transformers.BertForSequenceClassification(config)
+    return model
+
+
+def minilm_logits(model: nn.Module, record: Record) -> Tensor:
+    ids, mask, types, places, _ = record
+    out: Tensor = model(input_ids=ids, attention_mask=mask, token_type_ids=types, position_ids=places).logits
+    return out
+
+
+def gpt2() -> nn.Module:
+    """A four-layer GPT-2 with its full vocabulary; the head shares the weight of the word embedding."""
+    transformers: Any = import_module("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=GPT2_VOCABULARY,
+        n_positions=TOKENS,
+        n_embd=256,
+        n_layer=4,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    model: nn.Module = transformers.GPT2LMHeadModel(config)
+    return model
+
+
+def gpt2_logits(model: nn.Module, record: Record) -> Tensor:
+    ids, mask, places, _ = record
+    out: Tensor = model(input_ids=ids, attention_mask=mask, position_ids=places).logits
+    return out
+
+
+WORKLOADS = {
+    "mlp": Workload(256, 4, lambda: mlp([784, 512, 512, 10]), images(1, 28)),
+    "cnn": Workload(256, 4, paper_cnn, images(1, 28)),
+    "resnet": Workload(64, 2, groupnorm_resnet, images(3, 32)),
+    "vit": Workload(64, 2, tiny_vit, images(3, 32)),
+    "minilm": Workload(16, 1, minilm, sentences, minilm_logits),
+    "gpt2": Workload(8, 1, gpt2, texts, gpt2_logits),
+}

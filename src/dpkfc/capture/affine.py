@@ -1,0 +1,45 @@
+"""Norm layers: ``y = w ⊙ x̂ + b`` with x̂ the normalised input, so ``g_w = Σ δ ⊙ x̂`` and ``g_b = Σ δ``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpkfc.capture.linear import Slots
+from dpkfc.capture.record import Dense, at_least_float32
+
+
+def over_features(module: nn.Module, x: Tensor, delta: Tensor, wanted: set[str], joint: bool, batch: int) -> Slots:
+    """LayerNorm and RMSNorm: the weight has the shape of the trailing dimensions."""
+    assert isinstance(module, nn.LayerNorm | nn.RMSNorm)
+    shape = list(module.normalized_shape)
+    x, delta = at_least_float32(x), at_least_float32(delta).reshape(batch, -1, *shape)
+    if isinstance(module, nn.RMSNorm):
+        normalised = F.rms_norm(x, shape, None, module.eps)
+    else:
+        normalised = F.layer_norm(x, shape, None, None, module.eps)
+    return _slots(normalised.reshape(batch, -1, *shape), delta, wanted, lambda t: t.sum(1))
+
+
+def over_channels(module: nn.Module, x: Tensor, delta: Tensor, wanted: set[str], joint: bool, batch: int) -> Slots:
+    """GroupNorm and InstanceNorm: one weight a channel, channels in dimension 1."""
+    assert isinstance(module, nn.GroupNorm | nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
+    x, delta = at_least_float32(x), at_least_float32(delta)
+    groups = module.num_groups if isinstance(module, nn.GroupNorm) else x.shape[1]
+    normalised = F.group_norm(x, groups, None, None, module.eps)
+
+    def per_channel(t: Tensor) -> Tensor:
+        return t.flatten(2).sum(2).view(batch, -1, t.shape[1]).sum(1)
+
+    return _slots(normalised, delta, wanted, per_channel)
+
+
+def _slots(normalised: Tensor, delta: Tensor, wanted: set[str], reduce: Callable[[Tensor], Tensor]) -> Slots:
+    slots: Slots = []
+    if "weight" in wanted:
+        slots.append((("weight",), Dense([reduce(normalised.mul_(delta))])))
+    if "bias" in wanted:
+        slots.append((("bias",), Dense([reduce(delta)])))
+    return slots

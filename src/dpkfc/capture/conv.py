@@ -1,0 +1,149 @@
+"""Convolutions: ``y_t = W patch_t + b`` over output positions t, in 1, 2 or 3 dimensions.
+
+The per-sample gradients come from one call of the ordinary weight-gradient kernel: with the batch folded
+into the groups, ``[1, B·C, ...] * [1, B·O, ...]`` with B·G groups, the kernel keeps the samples apart and
+costs what the ordinary, summed gradient costs. It covers stride, dilation, groups and depthwise alike;
+padding of any mode is applied to the input first.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpkfc.capture.linear import Slots
+from dpkfc.capture.record import Dense, Form, Outer, at_least_float32, keep_rows, sum_of_squares
+from dpkfc.geometry.identity import Map
+
+Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
+ROOM = 4  # formed gradients may take this many times the memory of (a, δ)
+FEW_CHANNELS = 4  # below this, a matrix product over patches beats the grouped kernel
+
+
+def pad_input(module: Conv, x: Tensor) -> Tensor:
+    """The input with the layer's padding made explicit, so that what remains is a valid convolution."""
+    amounts = module._reversed_padding_repeated_twice  # what nn.Conv itself passes to F.pad
+    if not any(amounts):
+        return x
+    mode = module.padding_mode if module.padding_mode != "zeros" else "constant"
+    return F.pad(x, amounts, mode=mode)
+
+
+def patches(module: Conv, padded: Tensor) -> Tensor:
+    """[B, C, *space] to [B, T, C·kernel], the rows that the kernel multiplies (im2col, any dimension)."""
+    view = padded
+    for dim, (kernel, stride, dilation) in enumerate(
+        zip(module.kernel_size, module.stride, module.dilation, strict=True)
+    ):
+        reach = dilation * (kernel - 1) + 1
+        view = view.unfold(2 + dim, reach, stride)[..., ::dilation]
+    space = len(module.kernel_size)
+    order = [0, *range(2, 2 + space), 1, *range(2 + space, 2 + 2 * space)]
+    view = view.permute(order)
+    return view.reshape(len(padded), math.prod(view.shape[1 : 1 + space]), -1)
+
+
+def _weight_gradient(module: Conv, padded: Tensor, delta: Tensor, weight: Tensor, groups: int) -> Tensor:
+    space = len(module.kernel_size)
+    used = [d * (k - 1) + s * (n - 1) + 1 for d, k, s, n in zip(
+        module.dilation, module.kernel_size, module.stride, delta.shape[2:], strict=True)]
+    for dim, size in enumerate(used):  # rows past the last stride take no part
+        padded = padded.narrow(2 + dim, 0, size)
+    grads = torch.ops.aten.convolution_backward(
+        delta, padded, weight, None, list(module.stride), [0] * space, list(module.dilation), False, [0] * space,
+        groups, [False, True, False])
+    assert isinstance(grads[1], Tensor)
+    return grads[1]
+
+
+@dataclass
+class Patches:
+    """Weight (and, with `ones`, bias) of one convolution: padded input [B, C, ...], backprop [B, O, ...]."""
+
+    module: Conv
+    padded: Tensor
+    delta: Tensor
+    ones: bool
+
+    def squared_norms(self, metric: Map) -> Tensor:
+        inputs = self.padded.numel() + self.delta.numel()
+        block = max(1, ROOM * inputs // self.module.weight.numel())
+        pieces = zip(self.padded.split(block), self.delta.split(block), strict=True)
+        return torch.cat([sum_of_squares(metric.apply(Patches(self.module, x, d, self.ones).per_sample()))
+                          for x, d in pieces])
+
+    def weighted_sum(self, weights: Tensor) -> list[Tensor]:
+        delta = at_least_float32(self.delta)
+        delta = delta * weights.to(delta.dtype).view(-1, *[1] * (delta.dim() - 1))
+        padded = at_least_float32(self.padded)
+        weight = torch.empty(self.module.weight.shape, dtype=delta.dtype, device=delta.device)
+        total = [_weight_gradient(self.module, padded, delta, weight, self.module.groups)]
+        return [*total, delta.flatten(2).sum((0, 2))] if self.ones else total
+
+    def per_sample(self) -> list[Tensor]:
+        padded, delta = at_least_float32(self.padded), at_least_float32(self.delta)
+        batch, shape = len(padded), self.module.weight.shape
+        if self.module.groups == 1 and padded.shape[1] < FEW_CHANNELS:
+            weight = torch.bmm(delta.flatten(2), patches(self.module, padded)).view(batch, *shape)
+        else:
+            stacked = torch.empty(batch * shape[0], *shape[1:], dtype=delta.dtype, device=delta.device)
+            weight = _weight_gradient(
+                self.module, padded.flatten(0, 1).unsqueeze(0), delta.flatten(0, 1).unsqueeze(0), stacked,
+                batch * self.module.groups).view(batch, *shape)
+        return [weight, delta.flatten(2).sum(2)] if self.ones else [weight]
+
+    def masked(self, keep: Tensor) -> Patches:
+        return Patches(self.module, keep_rows(self.padded, keep), keep_rows(self.delta, keep), self.ones)
+
+
+def conv(module: nn.Module, x: Tensor, delta: Tensor, wanted: set[str], joint: bool, batch: int) -> Slots:
+    """nn.Conv1d, nn.Conv2d, nn.Conv3d."""
+    assert isinstance(module, Conv)
+    joint = joint and wanted == {"weight", "bias"}
+    slots: Slots = []
+    if "weight" in wanted:
+        name = ("weight", "bias") if joint else ("weight",)
+        slots.append((name, _weight_form(module, pad_input(module, x), delta, joint, batch)))
+    if "bias" in wanted and not joint:
+        slots.append((("bias",), Dense([at_least_float32(delta).flatten(2).sum(2).view(batch, -1, delta.shape[1]).sum(1)])))
+    return slots
+
+
+def _weight_form(module: Conv, padded: Tensor, delta: Tensor, ones: bool, batch: int) -> Form:
+    """Few positions and many channels: Gram matrices over patches. Otherwise: form the gradients."""
+    positions, (out, *inner) = delta[0, 0].numel(), module.weight.shape
+    into = math.prod(inner)
+    form = Patches(module, padded, delta, ones)
+    if len(padded) != batch:  # several images a sample: their gradients add
+        return Dense([g.view(batch, -1, *g.shape[1:]).sum(1) for g in form.per_sample()])
+    if module.groups == 1 and positions * (out + into) < out * into:
+        return _Flattened(Outer(delta.flatten(2).transpose(1, 2), patches(module, padded), ones), module.weight.shape)
+    if batch * module.weight.numel() <= ROOM * (padded.numel() + delta.numel()):
+        return Dense(form.per_sample())
+    return form
+
+
+@dataclass
+class _Flattened:
+    """A convolution seen as a linear layer over its patches; the weight keeps its own shape."""
+
+    outer: Outer
+    shape: torch.Size
+
+    def squared_norms(self, metric: Map) -> Tensor:
+        return self.outer.squared_norms(metric)
+
+    def weighted_sum(self, weights: Tensor) -> list[Tensor]:
+        weight, *bias = self.outer.weighted_sum(weights)
+        return [weight.view(self.shape), *bias]
+
+    def per_sample(self) -> list[Tensor]:
+        weight, *bias = self.outer.per_sample()
+        return [weight.view(-1, *self.shape), *bias]
+
+    def masked(self, keep: Tensor) -> _Flattened:
+        return _Flattened(self.outer.masked(keep), self.shape)

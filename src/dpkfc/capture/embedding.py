@@ -1,0 +1,91 @@
+"""Embeddings: row ``id_t`` of the weight receives δ_t, so a gradient is a sparse set of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dpkfc.capture.linear import Slots, as_positions
+from dpkfc.capture.record import Outer, at_least_float32, keep_rows
+from dpkfc.geometry.identity import Map
+
+
+@dataclass
+class Rows:
+    """``g_i = Σ_t e(id_it) δ_itᵀ`` with ids [B, T], values [B, T, q] and `count` rows in all."""
+
+    ids: Tensor
+    values: Tensor
+    count: int
+
+    def squared_norms(self, metric: Map) -> Tensor:
+        """Positions of a sample with the same id fall on the same row, so they are added before squaring."""
+        batch, length = self.ids.shape
+        offsets = torch.arange(batch, device=self.ids.device).unsqueeze(1) * self.count
+        keys, inverse = torch.unique(self.ids + offsets, return_inverse=True)
+        values = at_least_float32(self.values).flatten(0, 1)
+        rows = values.new_zeros(len(keys), values.shape[1]).index_add_(0, inverse.flatten(), values)
+        rows = metric.rows(keys % self.count, rows)
+        return rows.new_zeros(batch).index_add_(0, keys // self.count, rows.square().sum(1))
+
+    def weighted_sum(self, weights: Tensor) -> list[Tensor]:
+        values = at_least_float32(self.values)
+        values = (values * weights.to(values.dtype).view(-1, 1, 1)).flatten(0, 1)
+        return [values.new_zeros(self.count, values.shape[1]).index_add_(0, self.ids.flatten(), values)]
+
+    def per_sample(self) -> list[Tensor]:
+        values = at_least_float32(self.values)
+        out = values.new_zeros(len(values), self.count, values.shape[2])
+        return [out.scatter_add_(1, self.ids.unsqueeze(2).expand_as(values), values)]
+
+    def masked(self, keep: Tensor) -> Rows:
+        return Rows(self.ids, keep_rows(self.values, keep), self.count)
+
+    @staticmethod
+    def cat(rows: list[Rows]) -> Rows:
+        return Rows(torch.cat([r.ids for r in rows], 1), torch.cat([r.values for r in rows], 1), rows[0].count)
+
+
+@dataclass
+class TiedHead:
+    """An embedding whose weight is also a linear head (GPT-2, BERT).
+
+    With the embedding's gradient ``E = Σ_t e(id_t) δ_tᵀ`` and the head's ``H = Σ_s λ_s ρ_sᵀ``, the cross term
+    is ``⟨E, H⟩ = Σ_{t,s} λ_s[id_t] (δ_t · ρ_s)``: a gather and a Gram matrix, never a [vocabulary, features] array.
+    """
+
+    head: Outer
+    rows: Rows
+
+    def squared_norms(self, metric: Map) -> Tensor:
+        left, right, _ = metric.factors(at_least_float32(self.head.left), at_least_float32(self.head.right), False)
+        ids = self.rows.ids
+        values = at_least_float32(self.rows.values)
+        values = metric.rows(ids.flatten(), values.flatten(0, 1)).view_as(values)
+        picked = left.gather(2, ids.unsqueeze(1).expand(-1, left.shape[1], -1))
+        cross = torch.bmm(right, values.transpose(1, 2)).mul_(picked).sum((1, 2))
+        return self.head.squared_norms(metric) + self.rows.squared_norms(metric) + 2 * cross
+
+    def weighted_sum(self, weights: Tensor) -> list[Tensor]:
+        (total,) = self.head.weighted_sum(weights)
+        values = at_least_float32(self.rows.values)
+        values = (values * weights.to(values.dtype).view(-1, 1, 1)).flatten(0, 1)
+        return [total.index_add_(0, self.rows.ids.flatten(), values)]
+
+    def per_sample(self) -> list[Tensor]:
+        return [self.head.per_sample()[0] + self.rows.per_sample()[0]]
+
+    def masked(self, keep: Tensor) -> TiedHead:
+        return TiedHead(self.head.masked(keep), self.rows.masked(keep))
+
+
+def embedding(module: nn.Module, a: Tensor, delta: Tensor, wanted: set[str], joint: bool, batch: int) -> Slots:
+    """nn.Embedding; positions holding `padding_idx` receive no gradient, as in PyTorch."""
+    assert isinstance(module, nn.Embedding)
+    ids, values = a.reshape(batch, -1), as_positions(delta, batch)
+    if module.padding_idx is not None:
+        padding = (ids == module.padding_idx).unsqueeze(2)
+        values = torch.where(padding, torch.zeros((), dtype=values.dtype, device=values.device), values)
+    return [(("weight",), Rows(ids, values, module.num_embeddings))]

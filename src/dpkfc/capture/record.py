@@ -1,0 +1,155 @@
+"""The shared forms of a per-sample gradient, and how they combine.
+
+One backward pass leaves, for every captured parameter, an activation a and a backprop δ. Each layer puts
+them into one of a few forms that know three things without autograd:
+
+* `squared_norms(map)`: ``‖U g_i‖²`` for every sample i of the batch, in the metric of the geometry;
+* `weighted_sum(w)`: ``Σ_i w_i g_i``, unmapped: ``Σ w_i U g_i = U Σ w_i g_i``, so the map is applied once;
+* `per_sample()`: the g_i themselves, for whatever has no shortcut.
+
+`Outer` and `Dense` are here; `conv.Patches` and `embedding.Rows` beside their layers. Sums of squares
+are taken in float32 or better, whatever the model computes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dpkfc.geometry.identity import Map
+
+
+class Form(Protocol):
+    """The gradients of one slot (one parameter, or weight and bias of one layer), one per sample."""
+
+    def squared_norms(self, metric: Map) -> Tensor: ...
+    def weighted_sum(self, weights: Tensor) -> list[Tensor]: ...
+    def per_sample(self) -> list[Tensor]: ...
+    def masked(self, keep: Tensor) -> Form:
+        """The same with every entry of the samples not kept set to zero (NaN included)."""
+        ...
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def keep_rows(x: Tensor, keep: Tensor) -> Tensor:
+    """Zero the samples that are not kept; unlike a product, this also removes NaN."""
+    return torch.where(keep.view(-1, *[1] * (x.dim() - 1)), x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
+    """Squared norm per sample over all tensors of a slot."""
+    return torch.stack([g.flatten(1).square().sum(1) for g in grads]).sum(0)
+
+
+@dataclass
+class Dense:
+    """Per-sample gradients as they are: [B, *shape] for each parameter of the slot."""
+
+    grads: list[Tensor]
+
+    def squared_norms(self, metric: Map) -> Tensor:
+        return sum_of_squares(metric.apply([at_least_float32(g) for g in self.grads]))
+
+    def weighted_sum(self, weights: Tensor) -> list[Tensor]:
+        return [torch.tensordot(weights.to(x.dtype), x, dims=1) for x in map(at_least_float32, self.grads)]
+
+    def per_sample(self) -> list[Tensor]:
+        return [at_least_float32(g) for g in self.grads]
+
+    def masked(self, keep: Tensor) -> Dense:
+        return Dense([keep_rows(g, keep) for g in self.grads])
+
+
+@dataclass
+class Outer:
+    """``g_i = Σ_t left_it right_itᵀ``: every layer that is a matrix product over shared positions t.
+
+    left is [B, T, p], right [B, T, q], and the parameter [p, q] (or [q, p] if `transposed`, as in Hugging
+    Face's Conv1D). With `ones`, a trailing coordinate 1 stands behind `right`, and its column Σ_t left_t is
+    the gradient of the bias.
+
+    The squared norm is ``Σ_{t,s} (left_t · left_s)(right_t · right_s)``: T²(p+q) products through two Gram
+    matrices, or T·p·q by forming g_i a few samples at a time; the cheaper one is taken.
+    """
+
+    left: Tensor
+    right: Tensor
+    ones: bool = False
+    transposed: bool = False
+
+    def squared_norms(self, metric: Map) -> Tensor:
+        batch, length, p = self.left.shape
+        q = self.right.shape[2]
+        if length > 1 and length * (p + q) > p * q:
+            block = max(1, batch * length * (p + q) // (p * q))
+            pieces = zip(self.left.split(block), self.right.split(block), strict=True)
+            formed = (Outer(le, ri, self.ones, self.transposed).per_sample() for le, ri in pieces)
+            return torch.cat([sum_of_squares(metric.apply(grads)) for grads in formed])
+        left, right, ones = metric.factors(at_least_float32(self.left), at_least_float32(self.right), self.ones)
+        if length == 1:
+            return left.square().sum((1, 2)) * (right.square().sum((1, 2)) + float(ones))
+        gram = torch.bmm(right, right.transpose(1, 2))
+        if ones:
+            gram += 1
+        return torch.bmm(left, left.transpose(1, 2)).mul_(gram).sum((1, 2))
+
+    def weighted_sum(self, weights: Tensor) -> list[Tensor]:
+        left, right = at_least_float32(self.left), at_least_float32(self.right)
+        scale = weights.to(left.dtype).view(-1, 1, 1)
+        if left.shape[2] <= right.shape[2] or self.ones:
+            left = left * scale
+        else:
+            right = right * scale
+        flat_left, flat_right = left.flatten(0, 1), right.flatten(0, 1)
+        weight = flat_right.T @ flat_left if self.transposed else flat_left.T @ flat_right
+        return [weight, flat_left.sum(0)] if self.ones else [weight]
+
+    def per_sample(self) -> list[Tensor]:
+        left, right = at_least_float32(self.left), at_least_float32(self.right)
+        first, second = (right, left) if self.transposed else (left, right)
+        weight = torch.bmm(first.transpose(1, 2), second)
+        return [weight, left.sum(1)] if self.ones else [weight]
+
+    def masked(self, keep: Tensor) -> Outer:
+        return Outer(keep_rows(self.left, keep), keep_rows(self.right, keep), self.ones, self.transposed)
+
+
+def matrix(left: Tensor, right: Tensor, ones: bool = False, transposed: bool = False) -> Form:
+    """`Outer`, or `Dense` where the formed gradients are cheaper to work with and no larger than (a, δ)."""
+    outer = Outer(left, right, ones, transposed)
+    length, p, q = left.shape[1], left.shape[2], right.shape[2]
+    return Dense(outer.per_sample()) if length > 1 and p * q < length * (p + q) else outer
+
+
+def join(forms: list[Form]) -> Form:
+    """One form for a parameter that was used several times, cross terms included.
+
+    The per-sample gradient of a parameter is the sum over its uses; ``‖g + h‖² ≠ ‖g‖² + ‖h‖²``. Uses of the
+    same layer join along the shared positions, an embedding and the head tied to it through the products
+    of their rows, and anything else by forming the gradients.
+    """
+    from dpkfc.capture.embedding import Rows, TiedHead
+
+    if len(forms) == 1:
+        return forms[0]
+    outers = [form for form in forms if isinstance(form, Outer)]
+    rows = [form for form in forms if isinstance(form, Rows)]
+    if len(outers) + len(rows) == len(forms) and len({outer.transposed for outer in outers}) <= 1:
+        outer = Outer(torch.cat([o.left for o in outers], 1), torch.cat([o.right for o in outers], 1),
+                      outers[0].ones, outers[0].transposed) if outers else None
+        row = Rows.cat(rows) if rows else None
+        if outer is None and row is not None:
+            return row
+        if outer is not None and row is None:
+            return outer
+        if outer is not None and row is not None and not outer.transposed:
+            return TiedHead(outer, row)
+    grads = [form.per_sample() for form in forms]
+    return Dense([torch.stack(parts).sum(0) for parts in zip(*grads, strict=True)])

@@ -1,0 +1,273 @@
+"""Hooks that let one forward and one backward leave (a, δ) behind, and no weight gradient.
+
+While a captured layer runs, its parameters do not require grad: autograd then builds the input gradient
+only. A hook on the layer's output hands over δ. What a container owns itself is replaced, while the container runs,
+by one copy a sample (an expanded view, no memory), whose gradient is per sample.
+
+The model is not wrapped and its forward methods are not replaced, except those of modules run under
+vmap. A copy of the model (`copy.deepcopy`, as averaging does, or pickling) is a plain model: hooks do not follow it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from dpkfc.capture.generic import run_under_vmap
+from dpkfc.capture.record import Dense, Form
+from dpkfc.capture.units import Unit
+from dpkfc.errors import PrivacyError
+
+
+@dataclass
+class Call:
+    """One use of a unit: for a layer (a, δ); otherwise `delta` is the per-sample gradient of parameter `name`."""
+
+    unit: Unit
+    wanted: frozenset[str]
+    batch: int
+    a: Tensor | None
+    delta: Tensor
+
+    def slots(self) -> list[tuple[tuple[nn.Parameter, ...], Form]]:
+        """The per-sample gradients of this call, keyed by the parameters they belong to."""
+        unit = self.unit
+        if unit.handler is None or self.a is None:
+            (name,) = self.wanted
+            return [((unit.parameters[name],), Dense([self.delta]))]
+        slots = unit.handler(unit.module, self.a, self.delta, set(self.wanted), unit.joint, self.batch)
+        return [(tuple(unit.parameters[name] for name in names), form) for names, form in slots]
+
+
+class Hook:
+    """A hook that stays behind when the module is copied or pickled."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (_nothing,)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+class _Forward(Hook):
+    """A replaced forward; a copy of the module gets its class's own forward back."""
+
+    def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
+        super().__init__(function)
+        self.module = module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return types.MethodType, (type(self.module).forward, self.module)
+
+
+class _Anchor(torch.autograd.Function):
+    """Joins a tensor that needs no gradient to the graph, so that its gradient is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, in_place: bool) -> Tensor:
+        if in_place:
+            ctx.mark_dirty(x)
+            return x
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        return None, None, None
+
+
+class Tape:
+    """Collects the calls of one or more backward passes until `drain` takes them."""
+
+    def __init__(self, model: nn.Module, units: list[Unit]) -> None:
+        self.calls: list[Call] = []
+        self.batch: int | None = None  # samples in the forward pass under way
+        self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], None] = _nothing
+        self.on_gradient: Callable[[], None] = _nothing
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._replaced: list[nn.Module] = []
+        self._handles = [model.register_forward_pre_hook(Hook(self._enter), with_kwargs=True)]
+        for unit in units:
+            self._attach(unit)
+        names = {id(p): name for name, p in model.named_parameters()}
+        for unit in units:
+            for p in unit.parameters.values():
+                hook = Hook(self._refuse_bypass(names[id(p)], unit))
+                self._handles.append(p.register_post_accumulate_grad_hook(hook))
+
+    def drain(self) -> list[Call]:
+        """The calls since the last drain."""
+        calls, self.calls = self.calls, []
+        return calls
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """A trial whose calls do not mix with those of training."""
+        saved = self.calls, self.batch, self.before_forward, self.on_gradient
+        self.calls, self.before_forward, self.on_gradient = [], _nothing, _nothing
+        try:
+            yield
+        finally:
+            self.calls, self.batch, self.before_forward, self.on_gradient = saved
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+        for module in self._replaced:
+            del module.forward
+        self._handles, self._replaced = [], []
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        sizes = [x.shape[0] for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
+        self.batch = next((size for size in sizes if size != 1), 1) if sizes else self.batch
+        self.before_forward(args, kwargs)
+
+    def _attach(self, unit: Unit) -> None:
+        module = unit.module
+        if unit.kind == "vmap":
+            original = module.forward
+            self._replaced.append(module)
+            module.forward = _Forward(lambda *a, **k: self._vmapped(unit, original, a, k), module)
+            return
+        before = self._lend_layer if unit.kind == "layer" else self._expand
+        after = self._watch_layer if unit.kind == "layer" else self._give_back
+
+        def pre(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return before(unit, args, kwargs)
+
+        def post(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+            return after(unit, args, kwargs, out)
+
+        self._handles.append(module.register_forward_pre_hook(Hook(pre), with_kwargs=True))
+        self._handles.append(
+            module.register_forward_hook(Hook(post), with_kwargs=True, prepend=True, always_call=True))
+
+    # -- layers with a fast path
+
+    def _lend_layer(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        trainable = self._trainable(unit)
+        unit.lent.append(trainable)
+        for p in trainable.values():
+            p.requires_grad_(False)
+        if not trainable:
+            return None
+        x, batch = _input_of(args, kwargs), self._batch_of(unit)
+        if x.dim() == 0 or x.shape[0] % batch and x.shape[0] != 1:
+            raise PrivacyError(
+                f"module '{unit.name}' got an input of shape {list(x.shape)} in a batch of {batch} samples: its first "
+                "dimension must hold the samples. Use batch_first=True, or keep the batch in front when reshaping")
+        if x.shape[0] == 1 and batch > 1:  # one input for all samples: give every sample its own
+            expanded = x.expand(batch, *x.shape[1:])
+            if args:
+                return (expanded, *args[1:]), kwargs
+            return args, {**kwargs, next(iter(kwargs)): expanded}
+        return None
+
+    def _watch_layer(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        if not unit.lent:
+            return None
+        trainable = unit.lent.pop()
+        for p in trainable.values():
+            p.requires_grad_(True)
+        if not trainable or out is None:  # nothing to capture, or the forward raised
+            return None
+        holder: list[Tensor] = [_input_of(args, kwargs).detach()]
+        once = weakref.ref(holder[0])
+        version, batch, wanted = holder[0]._version, self._batch_of(unit), frozenset(trainable)
+
+        def received(delta: Tensor) -> None:
+            a = once()
+            holder.clear()  # from here the call keeps it, not the graph, which lives as long as the user's loss
+            if a is None:
+                raise PrivacyError(f"module '{unit.name}': backward ran again over a graph that was already used up")
+            if a._version != version:
+                raise PrivacyError(
+                    f"the input of module '{unit.name}' was changed in place after the module had used it; "
+                    "its gradient would be wrong. Use the out-of-place operation")
+            self._append(Call(unit, wanted, batch, a, delta))
+
+        anchored = None if out.requires_grad else _Anchor.apply(out, self._anchor, True)
+        (out if anchored is None else anchored).register_hook(received)
+        return anchored
+
+    # -- parameters that are given one copy a sample
+
+    def _expand(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        trainable = self._trainable(unit)
+        unit.lent.append(trainable)
+        for name, p in trainable.items():
+            unit.module._parameters[name] = self._copies(unit, name, p.detach().expand(self._batch_of(unit), *p.shape[1:]))  # type: ignore[assignment]
+
+    def _give_back(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if unit.lent:
+            unit.module._parameters.update(unit.lent.pop())
+
+    def _vmapped(self, unit: Unit, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        trainable = self._trainable(unit)
+        if not trainable:
+            return original(*args, **kwargs)
+        batch = self._batch_of(unit)
+        copies = {name: self._copies(unit, name, p.detach().expand(batch, *p.shape)) for name, p in trainable.items()}
+        return run_under_vmap(unit, original, copies, batch, args, kwargs)
+
+    def _copies(self, unit: Unit, name: str, expanded: Tensor) -> Tensor:
+        copies = _Anchor.apply(expanded, self._anchor, False)
+        batch, keep_dim = len(expanded), unit.kind == "expanded"
+
+        def received(grad: Tensor) -> None:
+            self._append(Call(unit, frozenset([name]), batch, None, grad.unsqueeze(1) if keep_dim else grad))
+
+        copies.register_hook(received)
+        return copies  # type: ignore[no-any-return]
+
+    # -- shared
+
+    def _trainable(self, unit: Unit) -> dict[str, nn.Parameter]:
+        if not torch.is_grad_enabled():
+            return {}
+        return {name: p for name, p in unit.parameters.items() if p.requires_grad}
+
+    def _batch_of(self, unit: Unit) -> int:
+        if self.batch is None:
+            raise PrivacyError(f"module '{unit.name}' ran outside the model's own forward: call the model itself, model(...)")
+        return self.batch
+
+    def _append(self, call: Call) -> None:
+        if call.delta.requires_grad:
+            raise PrivacyError("backward(create_graph=True) is not supported: a private gradient has no second derivative")
+        self.calls.append(call)
+        self.on_gradient()
+
+    @staticmethod
+    def _refuse_bypass(name: str, unit: Unit) -> Callable[[Tensor], None]:
+        def refuse(p: Tensor) -> None:
+            p.grad = None
+            raise PrivacyError(
+                f"parameter '{name}' was used outside the forward of module '{unit.name or 'the model'}', so its "
+                "gradient cannot be clipped per sample. Call the module itself, or name the module that uses it in "
+                "make_private(by_vmap=[...])")
+
+        return refuse
+
+
+def _input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    x = args[0] if args else next(iter(kwargs.values()))
+    assert isinstance(x, Tensor)
+    return x

@@ -1,0 +1,208 @@
+"""Checks before the first step: what would break the guarantee is found while no budget is spent.
+
+`check_model` and `check_optimizer` look; `check_isolation` tries: it changes one record of a small batch and
+demands that nothing captured for the *other* records changes. That finds batch normalisation under any
+name, losses that compare or rank the records of a batch, denominators that count the tokens of the whole
+batch, and tensors whose first dimension is not the batch. It reads a few private records and releases
+nothing but whether it passed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dpkfc.capture.tape import Call, Tape
+from dpkfc.errors import PrivacyError
+
+ROWS = 4  # records in the trial batch
+TOLERANCE = 1e-3  # relative; mixing of records shows at order 1
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse, by name and with the fix, what no per-sample gradient can make private."""
+    problems = [f"'{name or 'the model'}' ({type(module).__name__}): {problem}"
+                for name, module in model.named_modules() if (problem := _problem_with(module))]
+    for name, p in model.named_parameters():
+        if isinstance(p, UninitializedParameter):
+            problems.append(f"parameter '{name}' is not initialised: run one forward pass on public or random input first")
+        elif p.requires_grad and not p.is_floating_point():
+            problems.append(f"parameter '{name}' is {p.dtype}: only real floating-point parameters can be trained")
+    if problems:
+        raise PrivacyError("this model cannot be trained privately as it is:\n  " + "\n  ".join(problems))
+    if not any(p.requires_grad for p in model.parameters()):
+        raise PrivacyError("the model has no trainable parameter: set requires_grad on what is to be trained")
+
+
+def _problem_with(module: nn.Module) -> str | None:
+    if isinstance(module, _BatchNorm):
+        frozen = not module.training and not any(p.requires_grad for p in module.parameters())
+        return None if frozen else "mixes the records of a batch. model = dpkfc.fix(model) replaces it by GroupNorm; or " \
+            "freeze it and call .eval() on it"
+    if isinstance(module, _InstanceNorm) and module.track_running_stats:
+        return "keeps running statistics of private records. dpkfc.fix(model), or track_running_stats=False"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and any(p.requires_grad for p in module.parameters()):
+        if module.max_norm is not None:
+            return "max_norm rewrites the rows that a batch uses, without noise. Use max_norm=None"
+        if module.scale_grad_by_freq:
+            return "scale_grad_by_freq counts tokens over the batch. Use scale_grad_by_freq=False"
+        if module.sparse:
+            return "a private gradient is dense, since noise is added to every row. Use sparse=False"
+    trained = any(p.requires_grad for p in module.parameters())
+    if trained and getattr(module, "batch_first", True) is False and isinstance(
+        module, nn.RNNBase | nn.MultiheadAttention | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
+    ):
+        return "puts time before the batch. Use batch_first=True"
+    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return "wraps the model. Pass the model itself"
+    if type(module).__module__.startswith("opacus."):
+        return "is already wrapped by Opacus. Pass the plain model"
+    return None
+
+
+def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    """Every trainable parameter must be in the optimizer, and nothing else may be."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+    if missing:
+        raise PrivacyError(f"trainable parameters missing from the optimizer: {_some(missing)}. They would take their share of "
+                           "the clipped norm and never move: add them, or set requires_grad=False")
+    known = {id(p) for p in model.parameters()}
+    foreign = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise PrivacyError(f"the optimizer holds {foreign} parameters that are not in the model: they would be stepped without "
+                           "clipping and noise. Build the optimizer from model.parameters(), after dpkfc.fix(model)")
+    if any(not hasattr(optimizer, method) for method in ("register_step_pre_hook", "param_groups")):
+        raise PrivacyError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def check_isolation(model: nn.Module, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Try the model alone, with a random linear loss on its outputs (or its own loss, if it returns one)."""
+    batch = tape.batch
+    assert batch is not None
+    inputs = tree_map(lambda x: x[:ROWS] if _is_batched(x, batch) else x, (args, kwargs))
+    rows = min(ROWS, batch)
+
+    def loss_of(inputs: Any) -> Tensor:
+        out = model(*inputs[0], **inputs[1])
+        own = getattr(out, "loss", None)
+        if isinstance(own, Tensor) and own.dim() == 0:
+            return own
+        return _linear_loss(out, rows)
+
+    _demand_isolation(model, tape, inputs, rows, loss_of, "the model")
+
+
+def check_loss(model: nn.Module, tape: Tape, batch: Any, rows: int, loss: Callable[[nn.Module, Any], Tensor],
+               mean_loss: bool) -> None:
+    """Try model and loss together, and the declared reduction: without one record, the others' gradients stay."""
+    def loss_of(inputs: Any) -> Tensor:
+        value = loss(model, inputs)
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            raise PrivacyError("loss(model, batch) must return a scalar tensor, as the training loop's loss")
+        return value
+
+    _demand_isolation(model, tape, batch, rows, loss_of, "the model or the loss")
+    fewer = tree_map(lambda x: x[:-1] if _is_batched(x, rows) else x, batch)
+    with _eval_mode(model):
+        whole, part = _calls(model, tape, batch, loss_of), _calls(model, tape, fewer, loss_of)
+    for before, after in zip(whole, part, strict=True):
+        scale = rows / (rows - 1) if mean_loss else 1.0
+        left = _rows_of(before.delta, rows)[:-1] * scale
+        if not _close(left, _rows_of(after.delta, rows - 1)):
+            raise PrivacyError(
+                f"the loss is not the {'mean' if mean_loss else 'sum'} over records that loss_reduction="
+                f"'{'mean' if mean_loss else 'sum'}' declares (seen at module '{before.unit.name}'): leaving one record out changes "
+                "the others' gradients. A loss averaged over all tokens of a batch must be averaged within each record first: "
+                "dpkfc.mean_over_records(token_losses, mask)")
+
+
+def _demand_isolation(model: nn.Module, tape: Tape, inputs: Any, rows: int, loss_of: Callable[[Any], Tensor], who: str) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            raise PrivacyError(f"'{name}' (BatchNorm) is in training mode and mixes the records of a batch: call .eval() on it")
+    changed = tree_map(lambda x: _first_replaced(x) if _is_batched(x, rows) else x, inputs)
+    buffers_before = {name: b.clone() for name, b in model.named_buffers()}
+    whole = _calls(model, tape, inputs, loss_of)
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    _restore(model, buffers_before)
+    part = _calls(model, tape, changed, loss_of)
+    for name, b in model.named_buffers():
+        if not torch.equal(torch.nan_to_num(b), torch.nan_to_num(buffers[name])):
+            raise PrivacyError(f"buffer '{name}' is computed from the records of a batch and would be released without noise: "
+                               "make the layer that owns it use the current input only")
+    _restore(model, buffers_before)
+    for one, other in zip(whole, part, strict=True):
+        for x, y in ((one.a, other.a), (one.delta, other.delta)):
+            if x is None or y is None or not x.is_floating_point():
+                continue
+            if not _close(_rows_of(x, rows)[1:], _rows_of(y, rows)[1:]):
+                raise PrivacyError(
+                    f"{who} mixes the records of a batch: changing one record changes what module '{one.unit.name}' "
+                    f"({type(one.unit.module).__name__}) sees of the others. Keep the batch in the first dimension and every "
+                    "record's computation and loss to itself")
+
+
+def _calls(model: nn.Module, tape: Tape, inputs: Any, loss_of: Callable[[Any], Tensor]) -> list[Call]:
+    """What one forward and backward leave behind, in the order of the backward; global randomness stays put."""
+    with tape.aside(), torch.random.fork_rng(), torch.enable_grad():
+        torch.manual_seed(0)
+        loss_of(inputs).backward()
+        return tape.drain()
+
+
+def _restore(model: nn.Module, buffers: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, b in model.named_buffers():
+            b.copy_(buffers[name])
+
+
+def _is_batched(x: Any, batch: int) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == batch
+
+
+def _first_replaced(x: Tensor) -> Tensor:
+    """Record 0 becomes a copy of the last record."""
+    return torch.cat([x[-1:], x[1:]])
+
+
+def _linear_loss(out: Any, rows: int) -> Tensor:
+    outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad and x.is_floating_point()]
+    if not outputs:
+        raise PrivacyError(f"the model returned no tensor that depends on a trainable parameter (got {type(out).__name__})")
+    return torch.stack([(x * torch.randn_like(x)).sum() for x in outputs]).sum()
+
+
+def _rows_of(x: Tensor, rows: int) -> Tensor:
+    return x.detach().reshape(rows, -1).float()
+
+
+def _close(x: Tensor, y: Tensor) -> bool:
+    finite = torch.isfinite(x) & torch.isfinite(y)
+    x, y = x[finite], y[finite]
+    return x.numel() == 0 or bool((x - y).abs().max() <= TOLERANCE * torch.maximum(x.abs().max(), y.abs().max()))
+
+
+@contextlib.contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """No dropout, whose masks would shift with the batch; then each module goes back to its own mode."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

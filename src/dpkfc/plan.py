@@ -1,0 +1,157 @@
+"""The plan of a private run: what is sampled, clipped, noised and accounted, fixed before the first step.
+
+Sampling and accounting both read this one frozen object, so they agree by construction.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dpkfc.accounting.calibrate import Accountant, calibrate_noise, epsilon_spent
+from dpkfc.accounting.events import Mechanism
+from dpkfc.errors import PrivacyError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`steps` steps of Poisson-sampled, clipped, noised gradient sums over `records` records.
+
+    The guarantee: the sequence of all noisy sums, and so every model computed from them, is
+    (`epsilon()`, `delta`)-differentially private under adding or removing one record. Each step draws
+    every record with probability `batch_size / records`, clips its (mapped) gradient to norm `clip`,
+    adds N(0, (`noise_multiplier` · `clip`)² I) to the sum and divides by the expected batch size.
+
+    >>> plan = Plan.make(records=60_000, batch_size=256, epochs=5, clip=1.0, epsilon=1.0, delta=1e-5)
+    >>> round(plan.noise_multiplier, 3), plan.steps
+    (0.904, 1172)
+    """
+
+    records: int
+    batch_size: int
+    steps: int
+    clip: float
+    noise_multiplier: float
+    delta: float
+    target_epsilon: float | None = None
+    accountant: Accountant = "pld"
+    geometry: str = "identity (DP-SGD)"
+    public_geometry: bool = True
+    noise: str = "independent Gaussian"
+
+    @staticmethod
+    def make(
+        *, records: int, batch_size: int, clip: float, delta: float | None, epsilon: float | None = None,
+        noise_multiplier: float | None = None, epochs: float | None = None, steps: int | None = None,
+        accountant: Accountant = "pld", geometry: str = "identity (DP-SGD)", public_geometry: bool = True,
+        noise: str = "independent Gaussian",
+    ) -> Plan:
+        """Check the wishes and calibrate the noise. Give `epsilon` or `noise_multiplier`; `epochs` or `steps`."""
+        _check_counts(records, batch_size, clip)
+        steps = _steps(records, batch_size, epochs, steps)
+        delta = _check_delta(delta, records)
+        if (epsilon is None) == (noise_multiplier is None):
+            raise PrivacyError("give exactly one of epsilon (the noise is calibrated) and noise_multiplier")
+        rate = batch_size / records
+        if epsilon is not None:
+            noise_multiplier = calibrate_noise(lambda s: Mechanism(rate, s, steps), epsilon, delta, accountant)
+        assert noise_multiplier is not None
+        if not (noise_multiplier >= 0 and math.isfinite(noise_multiplier)):
+            raise PrivacyError(f"noise_multiplier={noise_multiplier}: must be a finite number, 0 or larger")
+        return Plan(records, batch_size, steps, float(clip), float(noise_multiplier), delta, epsilon, accountant,
+                    geometry, public_geometry, noise)
+
+    @property
+    def sampling_rate(self) -> float:
+        return self.batch_size / self.records
+
+    @property
+    def mechanism(self) -> Mechanism:
+        return Mechanism(self.sampling_rate, self.noise_multiplier, self.steps, self.public_geometry)
+
+    @property
+    def noise_scale(self) -> float:
+        """Standard deviation of the noise on every coordinate of the sum."""
+        return self.noise_multiplier * self.clip
+
+    def epsilon(self, steps: int | None = None, delta: float | None = None) -> float:
+        """The privacy loss after `steps` steps (all by default). Asking changes nothing."""
+        mechanism = self.mechanism if steps is None else self.mechanism.after(steps)
+        return epsilon_spent([mechanism], self.delta if delta is None else delta, self.accountant)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __rich__(self) -> Table:
+        table = Table(title="Privacy plan", title_justify="left", show_header=False, pad_edge=False)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column()
+        for name, value in self._statement():
+            table.add_row(name, value)
+        return table
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=100)
+        console.print(self)
+        return str(console.file.getvalue()).rstrip()  # type: ignore[attr-defined]
+
+    def _statement(self) -> list[tuple[str, str]]:
+        return [
+            ("what is protected", "one record: whether it is in the data set or not (add or remove one)"),
+            ("epsilon", f"{self.epsilon():.4g} after all {self.steps} steps"
+             + (f" (target {self.target_epsilon:g})" if self.target_epsilon is not None else "")
+             + ("" if self.public_geometry else ": the geometry was built from the private records")),
+            ("delta", f"{self.delta:.3g} (1/N = {1 / self.records:.3g})"),
+            ("accountant", {"pld": "privacy loss distribution (upper bound)",
+                            "rdp": "Rényi differential privacy (upper bound, looser than PLD)"}[self.accountant]),
+            ("records", f"{self.records} (this number is treated as public)"),
+            ("sampling", f"Poisson: each record joins a step with probability {self.sampling_rate:.4g}, "
+             f"{self.batch_size} expected"),
+            ("steps", f"{self.steps} ({self.steps * self.sampling_rate:.3g} expected passes over the data)"),
+            ("geometry", self.geometry),
+            ("clipping", f"each record's mapped gradient to L2 norm {self.clip:g}, over all trainable parameters at once"),
+            ("noise", f"{self.noise}, standard deviation {self.noise_multiplier:.4g} x {self.clip:g} on the sum"),
+            ("not covered", "choices made by looking at the private data: hyperparameters, when to stop, data cleaning"),
+        ]
+
+
+def _check_counts(records: int, batch_size: int, clip: float) -> None:
+    if records < 1:
+        raise PrivacyError(f"the data set has {records} records; there is nothing to train on")
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise PrivacyError(f"batch_size={batch_size!r}: must be a positive whole number (the expected batch size)")
+    if batch_size > records:
+        raise PrivacyError(f"batch_size={batch_size} exceeds the {records} records: the sampling rate would be above 1")
+    if not (clip > 0 and math.isfinite(clip)):
+        raise PrivacyError(f"clip={clip}: must be positive and finite, since it bounds what one record can do")
+
+
+def _steps(records: int, batch_size: int, epochs: float | None, steps: int | None) -> int:
+    if (epochs is None) == (steps is None):
+        raise PrivacyError("give exactly one of epochs and steps")
+    if steps is None:
+        assert epochs is not None
+        if not (epochs > 0 and math.isfinite(epochs)):
+            raise PrivacyError(f"epochs={epochs}: must be positive")
+        steps = math.ceil(epochs * records / batch_size)
+    if not isinstance(steps, int) or steps < 1:
+        raise PrivacyError(f"steps={steps!r}: must be a positive whole number")
+    return steps
+
+
+def _check_delta(delta: float | None, records: int) -> float:
+    if delta is None:
+        raise PrivacyError(f"delta is missing: a common choice for {records} records is {0.1 / records:.1g} (well below 1/N)")
+    if not 0 < delta < 1:
+        raise PrivacyError(f"delta={delta}: must lie strictly between 0 and 1")
+    if delta > 1 / records:
+        warnings.warn(
+            f"delta={delta:g} is above 1/N = {1 / records:.3g}: a mechanism that publishes a random record would "
+            "satisfy it. Choose a delta well below 1/N", stacklevel=4)
+    return float(delta)

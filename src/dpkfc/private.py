@@ -1,0 +1,377 @@
+"""`make_private`: joins sampling, capture, geometry, clipping and noise to a plain PyTorch loop.
+
+    sampling -> capture -> norms in the metric of the geometry -> clip -> sum -> map the sum -> + noise -> .grad
+
+A step pre-hook of the user's optimizer turns what the backward passes left behind into a private `.grad`.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import default_collate
+
+from dpkfc import checkpoint
+from dpkfc.accounting.calibrate import Accountant
+from dpkfc.accounting.ledger import Ledger
+from dpkfc.capture.record import Form, at_least_float32, join
+from dpkfc.capture.tape import Call, Hook, Tape
+from dpkfc.capture.units import partition
+from dpkfc.check import ROWS, check_isolation, check_loss, check_model, check_optimizer
+from dpkfc.clipping import clip_weights
+from dpkfc.errors import PrivacyError
+from dpkfc.geometry.identity import Geometry, Identity, Map
+from dpkfc.noise.independent import Independent
+from dpkfc.noise.rng import first_key, next_key, sub_key
+from dpkfc.plan import Plan
+from dpkfc.sampling import Chunk, PrivateLoader, read_dataset
+
+Slot = tuple[nn.Parameter, ...]
+
+
+@dataclass
+class NotPrivate:
+    """Exact counts over the private records. They are not covered by epsilon: look, but do not publish them."""
+
+    samples: int = 0
+    clipped: int = 0
+    non_finite: int = 0
+
+
+def gather(calls: list[Call]) -> tuple[dict[Slot, Form], int]:
+    """One form a slot from all calls, and the number of samples they speak of."""
+    sizes = {call.batch for call in calls}
+    if len(sizes) > 1:
+        raise PrivacyError(
+            f"one backward reached forward passes of {sorted(sizes)} samples: row i must be the same sample in all of them. "
+            "Call backward after each forward pass")
+    forms: dict[Slot, list[Form]] = defaultdict(list)
+    for call in calls:
+        for parameters, form in call.slots():
+            forms[parameters].append(form)
+    return {slot: join(uses) for slot, uses in forms.items()}, sizes.pop() if sizes else 0
+
+
+class Private:
+    """What privacy depends on: the sampler, the sums, the noise, the accountant. Made by `make_private`."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, plan: Plan, geometry: Geometry, noise: Independent, tape: Tape,
+        *, mean_loss: bool, check: bool, seed: int | None, ledger: Ledger | None, grad_scaler: Any,
+    ) -> None:
+        self.plan, self.model, self.optimizer = plan, model, optimizer
+        self.loader: PrivateLoader
+        self.not_private = NotPrivate()
+        self.steps = 0  # taken so far
+        self.took_step = False  # did the last optimizer.step() end a logical batch?
+        self._geometry, self._noise, self._tape = geometry, noise, tape
+        self._mean_loss, self._check, self._scaler = mean_loss, check, grad_scaler
+        self._names = {p: name for name, p in model.named_parameters()}
+        self._key = first_key(seed)
+        self._ledger, self._run = ledger, uuid.uuid4().hex
+        self._lost_steps = 0  # charged by a run that did not survive to write them into its checkpoint
+        self._ledger_open = False
+        self._sums: dict[Slot, list[Tensor]] = {}
+        self._rows = 0
+        self._chunk: Chunk | None = None
+        self._rates_at_partial_step: list[float] | None = None
+        tape.before_forward = self._before_forward
+        if grad_scaler is not None:
+            tape.on_gradient = self._placeholder_for_scaler
+        self._step_hook = optimizer.register_step_pre_hook(self._before_step)
+
+    # -- what the user asks
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """The privacy loss so far. Asking changes nothing and costs nothing."""
+        return self.plan.epsilon(self.charged, delta)
+
+    @property
+    def batch_open(self) -> bool:
+        """Between a batch from the loader and its step."""
+        return self._chunk is not None
+
+    @property
+    def charged(self) -> int:
+        """Steps that count against the budget."""
+        return self.steps + self._lost_steps
+
+    def epochs(self) -> Iterator[Iterator[Any]]:
+        """The rest of the plan, one iterator over batches for every expected pass over the data."""
+        per_epoch = max(1, round(1 / self.plan.sampling_rate))
+        while self.charged < self.plan.steps:
+            before = self.charged
+            yield self.loader.take(per_epoch - self.charged % per_epoch)
+            if self.charged == before:
+                return
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs besides model and optimizer; plain JSON. Holds secret keys."""
+        return {"plan": self.plan.to_json(), "step": self.steps, "lost_steps": self._lost_steps, "key": self._key.hex(),
+                "run": self._run, "not_private": vars(self.not_private).copy()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the run that wrote `state`. The plan must be the same.
+
+        If the ledger shows steps that the state does not know of (the process died after its last
+        checkpoint), their results may have been seen: they stay charged, and the keys are changed so that
+        their noise is not used again on other sums. Otherwise the run goes on exactly as it would have.
+        """
+        if state["plan"] != self.plan.to_json():
+            changed = [k for k, v in self.plan.to_json().items() if state["plan"].get(k) != v]
+            raise PrivacyError(f"the checkpoint belongs to another plan: {', '.join(changed)} differ. Make the run private "
+                               "with the same settings to resume it")
+        key, lost = bytes.fromhex(state["key"]), int(state["lost_steps"])
+        if self._ledger is not None:
+            charged = self._ledger.open_run(state["run"], self.plan.mechanism)
+            self._ledger_open = True
+            if charged > state["step"] + lost:
+                lost = charged - state["step"]
+                key = sub_key(key + os.urandom(32), "after a loss")
+        self.steps, self._lost_steps, self._key, self._run = int(state["step"]), lost, key, state["run"]
+        self.not_private = NotPrivate(**state["not_private"])
+        self._forget_batch()
+
+    def save(self, path: str | os.PathLike[str], **others: Any) -> None:
+        """Write model, optimizer, generators, sampler, accountant, and any `others` with a state_dict()."""
+        checkpoint.save(path, self, others)
+
+    def load(self, path: str | os.PathLike[str], **others: Any) -> None:
+        """Continue from `save(path)`: bit for bit as if the run had never stopped."""
+        checkpoint.load(path, self, others)
+
+    def detach(self) -> None:
+        """Leave model and optimizer as they were. The budget that was spent stays spent."""
+        self._tape.remove()
+        self._step_hook.remove()
+        if self._ledger is not None and self._ledger_open:
+            self._ledger.close_run(self._run)
+
+    # -- the way of a batch
+
+    def _begin(self, chunk: Chunk) -> None:
+        """The loader is about to hand out `chunk`."""
+        if chunk.step != self.charged:
+            raise PrivacyError(
+                "optimizer.step() was not called for the last batch. Skipping a step because of what is in the batch would "
+                "leak; call step() for every batch. For larger batches set batch_size and max_physical_batch_size")
+        if self._ledger is not None and not self._ledger_open:
+            self._ledger.open_run(self._run, self.plan.mechanism)
+            self._ledger_open = True
+        if chunk.first:
+            self._forget_batch()
+        elif self._rates_at_partial_step not in (None, self._rates()):
+            raise PrivacyError(
+                "a learning-rate scheduler was stepped within one logical batch, which max_physical_batch_size has split. "
+                "Write `if private.took_step: scheduler.step()`")
+        self._chunk = chunk
+
+    def _rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def _empty_step(self, chunk: Chunk) -> None:
+        """A batch without records takes its step of pure noise; the loop does not see it."""
+        self._begin(chunk)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._check and self._tape.batch is not None and self._tape.batch > 1:
+            self._check = False
+            check_isolation(self.model, self._tape, args, kwargs)
+        self._absorb()
+
+    def _absorb(self) -> None:
+        """Clip what the last backward left behind and add it to the sums."""
+        forms, batch = gather(self._tape.drain())
+        if not forms:
+            return
+        squared = torch.stack([form.squared_norms(self._map_of(slot)) for slot, form in forms.items()]).sum(0)
+        scale = float(batch) if self._mean_loss else 1.0  # a mean loss has divided every gradient by the batch
+        if self._scaler is not None:
+            scale /= self._scaler.get_scale()
+        weights, finite = clip_weights(squared * scale**2, self.plan.clip)
+        whole = bool(finite.all())
+        while forms:
+            slot, form = forms.popitem()
+            total = (form if whole else form.masked(finite)).weighted_sum(weights * scale)
+            if slot in self._sums:
+                total = [before.add_(part) for before, part in zip(self._sums[slot], total, strict=True)]
+            self._sums[slot] = total
+        self._rows += batch
+        self.not_private.samples += batch
+        self.not_private.non_finite += int((~finite).sum())
+        self.not_private.clipped += int((weights < 1).logical_and(finite).sum())
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(arg is not None for arg in args[1:]) or kwargs.get("closure") is not None:
+            raise PrivacyError("optimizer.step(closure) evaluates the loss several times a step, which is not accounted for")
+        chunk = self._chunk
+        if chunk is None:
+            raise PrivacyError("optimizer.step() without a batch from private.loader: what is sampled must be what is "
+                               "accounted. Iterate over private.loader and call step() once a batch")
+        self._absorb()
+        self.took_step = chunk.last
+        if not chunk.last:
+            self._rates_at_partial_step = self._rates()
+            for p in self._names:
+                p.grad = None  # torch optimizers skip parameters without a gradient
+            return
+        if self._rows != chunk.of:
+            raise PrivacyError(
+                f"{chunk.of} samples were drawn for this step but {self._rows} were seen by backward(): every sample must "
+                "be clipped on its own, exactly once. Call backward once for every forward pass, on the batches that "
+                "private.loader yields; weight samples in the loss instead of leaving them out")
+        if self.charged >= self.plan.steps:
+            raise PrivacyError(f"all {self.plan.steps} planned steps are used up; make a new plan to go on")
+        if self._ledger is not None:
+            self._ledger.charge(self._run, self.charged + 1)
+        self._release()
+        self.steps += 1
+        self._key = next_key(self._key)
+        self._forget_batch()
+
+    def _release(self) -> None:
+        """``.grad = (Σ clip(U g_i) + N(0, σ²C² I)) / E[batch]`` for every trainable parameter, used or not.
+
+        The sums hold ``Σ w_i g_i``; the map is linear, so U is applied here, once. Any geometry, however it
+        changes from step to step, hands over a sum that one record moves by at most C in these same
+        coordinates, and the noise is added in them: nothing more is asked of the mechanism.
+        """
+        mapped: dict[nn.Parameter, Tensor] = {}
+        while self._sums:
+            slot, total = self._sums.popitem()
+            mapped.update(zip(slot, self._map_of(slot).apply(total), strict=True))
+        trainable = [p for p in self._names if p.requires_grad]
+        totals = [mapped[p].contiguous() if p in mapped else torch.zeros_like(p, dtype=at_least_float32(p).dtype)
+                  for p in trainable]
+        self._noise.add_(totals, sub_key(self._key, "noise"), self.plan.noise_scale)
+        for p, total in zip(trainable, totals, strict=True):
+            p.grad = total.div_(self.plan.batch_size).to(p.dtype)
+
+    def _map_of(self, slot: Slot) -> Map:
+        return self._geometry.map_of(tuple(self._names[p] for p in slot))
+
+    def _forget_batch(self) -> None:
+        self._sums, self._rows, self._chunk, self._rates_at_partial_step = {}, 0, None, None
+        self._tape.drain()
+
+    def _placeholder_for_scaler(self) -> None:
+        smallest = min((p for p in self._names if p.requires_grad), key=lambda p: p.numel())
+        smallest.grad = torch.zeros_like(smallest)
+
+
+def make_private(
+    model: nn.Module,
+    optimizer: Optimizer,
+    dataset: Any,
+    *,
+    delta: float | None = None,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    epochs: float | None = None,
+    steps: int | None = None,
+    batch_size: int | None = None,
+    clip: float = 1.0,
+    geometry: Geometry | None = None,
+    noise: Independent | None = None,
+    loss_reduction: Literal["mean", "sum"] = "mean",
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    max_physical_batch_size: int | None = None,
+    by_vmap: Iterable[str] = (),
+    accountant: Accountant = "pld",
+    ledger: Ledger | None = None,
+    seed: int | None = None,
+    grad_scaler: Any = None,
+    check: bool = True,
+) -> Private:
+    """Train `model` with differential privacy in a plain PyTorch loop.
+
+    Args:
+        model, optimizer: the user's own; neither is wrapped. The optimizer is any torch.optim.Optimizer over
+            the model's parameters.
+        dataset: a map-style Dataset, or a DataLoader, whose data set, collate function and workers are kept
+            and whose sampler is replaced by Poisson sampling.
+        epsilon or noise_multiplier: the budget, for which the noise is calibrated, or the noise itself.
+        delta: the probability with which epsilon may fail; well below 1 / len(dataset).
+        epochs or steps: how long to train. One pass over `private.loader` is the whole of it.
+        batch_size: the expected batch size (a DataLoader's own by default).
+        clip: the L2 norm C to which every record's gradient is clipped.
+        geometry: the linear map before clipping; `Identity()` is DP-SGD.
+        noise: `Independent()` Gaussian noise.
+        loss_reduction: how the loop's loss combines the records of one forward pass: their "mean" or "sum".
+            A loss over tokens must be reduced within each record first (`mean_over_records`).
+        loss: ``loss(model, batch) -> scalar``, the loop's loss. If given, it is tried on a few records before
+            anything is spent: a loss that mixes records, or is not the declared reduction, is refused.
+        max_physical_batch_size: the loader yields each batch in parts of at most this size; the step is
+            taken after the last (`private.took_step` tells, for schedulers that step with every batch).
+        by_vmap: names of modules to run whole under vmap, for parameters used outside their own module.
+        accountant: "pld" (tight) or "rdp".
+        ledger: a `Ledger` on disk that charges every step before its result can be seen.
+        seed: reproducible noise and sampling, for experiments only. By default the keys come from the operating
+            system and nobody can reproduce the noise.
+        grad_scaler: the torch.amp.GradScaler of a float16 loop, so that its scale can be divided out.
+        check: try on the first batch that the model keeps the records apart.
+
+    >>> import torch, dpkfc
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> data = torch.utils.data.TensorDataset(torch.randn(100, 4), torch.randint(2, (100,)))
+    >>> private = dpkfc.make_private(model, optimizer, data, epsilon=2.0, delta=1e-3, epochs=1, batch_size=10)
+    >>> for x, y in private.loader:
+    ...     loss = torch.nn.functional.cross_entropy(model(x), y)
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> private.epsilon() <= 2.0
+    True
+    """
+    data, options, its_batch_size = read_dataset(dataset)
+    batch_size = its_batch_size if batch_size is None else batch_size
+    if batch_size is None:
+        raise PrivacyError("batch_size is missing: the number of records a step is expected to draw")
+    if loss_reduction not in ("mean", "sum"):
+        raise PrivacyError(f"loss_reduction={loss_reduction!r}: must be 'mean' or 'sum' over the records of a forward pass")
+    if max_physical_batch_size is not None and max_physical_batch_size < 1:
+        raise PrivacyError(f"max_physical_batch_size={max_physical_batch_size}: must be at least 1")
+    if any(isinstance(hook, Hook) for hook in model._forward_pre_hooks.values()):
+        raise PrivacyError("the model is already private: call detach() on the handle of the earlier make_private first")
+    check_model(model)
+    check_optimizer(model, optimizer)
+    geometry = Identity() if geometry is None else geometry
+    noise = Independent() if noise is None else noise
+    records = len(data)  # type: ignore[arg-type]
+    plan = Plan.make(
+        records=records, batch_size=batch_size, clip=clip, delta=delta, epsilon=epsilon,
+        noise_multiplier=noise_multiplier, epochs=epochs, steps=steps, accountant=accountant, geometry=geometry.name,
+        public_geometry=geometry.public, noise=noise.name)
+    tape = Tape(model, partition(model, by_vmap))
+    try:
+        if loss is not None:
+            _try_loss(model, tape, data, options, loss, loss_reduction == "mean")
+    except BaseException:
+        tape.remove()
+        raise
+    private = Private(model, optimizer, plan, geometry, noise, tape, mean_loss=loss_reduction == "mean",
+                      check=check and loss is None, seed=seed, ledger=ledger, grad_scaler=grad_scaler)
+    private.loader = PrivateLoader(
+        data, options, records, plan.sampling_rate, plan.steps, max_physical_batch_size,
+        lambda: (private.charged, private._key), private._begin, private._empty_step)
+    return private
+
+
+def _try_loss(model: nn.Module, tape: Tape, data: Any, options: dict[str, Any], loss: Callable[[nn.Module, Any], Tensor],
+              mean_loss: bool) -> None:
+    rows = min(ROWS, len(data))
+    if rows < 2:
+        return
+    collate = options.get("collate_fn", default_collate)
+    check_loss(model, tape, collate([data[i] for i in range(rows)]), rows, loss, mean_loss)

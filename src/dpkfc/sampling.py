@@ -1,0 +1,132 @@
+"""Poisson batches, and the loader that hands them to a plain PyTorch loop.
+
+Which records step t uses is a function of that step's key alone, so workers may run ahead, and a resumed
+run continues where it stood, without a sampler state to lose.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+
+from dpkfc.errors import PrivacyError
+from dpkfc.noise.rng import next_key, sub_key, uniform_bits
+
+
+def poisson_sample(key: bytes, records: int, rate: float) -> list[int]:
+    """Each record independently with probability `rate` (rounded down to a multiple of 2⁻⁶⁴)."""
+    if rate >= 1:
+        return list(range(records))
+    return np.flatnonzero(uniform_bits(key, records) < np.uint64(int(rate * 2**64))).tolist()
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A physical part of the logical batch of one step."""
+
+    step: int
+    rows: int
+    of: int  # samples in the whole logical batch
+    first: bool
+    last: bool
+
+
+def split(step: int, rows: list[int], at_most: int | None) -> Iterator[tuple[Chunk, list[int]]]:
+    """The logical batch in physical chunks; an empty batch is one chunk without records."""
+    size = at_most or max(1, len(rows))
+    for start in range(0, max(1, len(rows)), size):
+        part = rows[start : start + size]
+        yield Chunk(step, len(part), len(rows), first=start == 0, last=start + size >= len(rows)), part
+
+
+KEPT_OPTIONS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+                "prefetch_factor")
+
+
+def read_dataset(data: Any) -> tuple[Dataset[Any], dict[str, Any], int | None]:
+    """The data set behind `data`, the loader options to keep, and a loader's batch size."""
+    if not isinstance(data, DataLoader):
+        dataset, options, batch_size = data, {}, None
+    else:
+        sampler = data.batch_sampler if data.batch_size is None else data.sampler
+        if type(sampler) not in (SequentialSampler, RandomSampler) or getattr(sampler, "replacement", False):
+            raise PrivacyError(
+                f"the DataLoader draws with {type(sampler).__name__}: the accounting holds for Poisson sampling only, in "
+                "which every record has the same chance at every step. Pass a DataLoader without a sampler of its own, "
+                "or the data set")
+        dataset, batch_size = data.dataset, data.batch_size
+        options = {name: getattr(data, name) for name in KEPT_OPTIONS}
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)):
+        raise PrivacyError(f"{type(dataset).__name__} has no length and no index: Poisson sampling must be able to draw "
+                           "any record at any step. Use a map-style Dataset")
+    return dataset, options, batch_size
+
+
+class PrivateLoader:
+    """Iterating yields the batches of all planned steps that are left, as the data set's collate function makes them."""
+
+    def __init__(
+        self, dataset: Dataset[Any], options: dict[str, Any], records: int, rate: float, steps: int, at_most: int | None,
+        position: Callable[[], tuple[int, bytes]], begin: Callable[[Chunk], None], empty_step: Callable[[Chunk], None],
+    ) -> None:
+        self.dataset, self._options, self._records, self._rate = dataset, options, records, rate
+        self._steps, self._at_most = steps, at_most
+        self._position, self._begin, self._empty_step = position, begin, empty_step
+
+    def __len__(self) -> int:
+        """Steps left (a step takes several iterations if batches are split, none if it drew no record)."""
+        return self._steps - self._position()[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        if not len(self):
+            warnings.warn(
+                f"all {self._steps} planned steps have been taken: private.loader yields nothing more. One pass over it is "
+                "the whole plan; for a loop over epochs write `for epoch in private.epochs(): for batch in epoch:`",
+                stacklevel=2)
+        yield from self.take(len(self))
+
+    def take(self, steps: int) -> Iterator[Any]:
+        """The batches of the next `steps` steps."""
+        first, key = self._position()
+        ahead: deque[Chunk] = deque()
+
+        def indices() -> Iterator[list[int]]:
+            chain = key
+            for step in range(first, min(first + steps, self._steps)):
+                for chunk, rows in split(step, self._draw(chain), self._at_most):
+                    ahead.append(chunk)
+                    if rows:
+                        yield rows
+                chain = next_key(chain)
+
+        own = torch.Generator()  # for the workers' seeds; the global generator stays put
+        own.manual_seed(int.from_bytes(sub_key(key, "workers")[:7], "big"))
+        for batch in DataLoader(self.dataset, batch_sampler=_Batches(indices), generator=own, **self._options):
+            self._skip_empty(ahead)
+            self._begin(ahead.popleft())
+            yield batch
+        self._skip_empty(ahead)
+
+    def _draw(self, key: bytes) -> list[int]:
+        return poisson_sample(sub_key(key, "sampling"), self._records, self._rate)
+
+    def _skip_empty(self, ahead: deque[Chunk]) -> None:
+        while ahead and not ahead[0].of:
+            self._empty_step(ahead.popleft())
+
+
+class _Batches:
+    """A batch sampler made of a generator function."""
+
+    def __init__(self, indices: Callable[[], Iterator[list[int]]]) -> None:
+        self.indices = indices
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.indices()
