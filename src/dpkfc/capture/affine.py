@@ -31,7 +31,7 @@ def over_channels(module: nn.Module, x: Tensor, delta: Tensor, wanted: set[str],
     normalised = F.group_norm(x, groups, None, None, module.eps)
 
     def per_channel(t: Tensor) -> Tensor:
-        return t.flatten(2).sum(2).view(batch, -1, t.shape[1]).sum(1)
+        return t.reshape(batch, -1, t.shape[1], t[0, 0].numel()).sum((1, 3))
 
     return _slots(normalised, delta, wanted, per_channel)
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpkfc.capture import recurrent
 from dpkfc.errors import PrivacyError
@@ -49,17 +50,22 @@ def run_under_vmap(
     batched = [isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == batch and x is not whole_mask for x in leaves]
     inputs = [x for x, is_batched in zip(leaves, batched, strict=True) if is_batched]
 
-    def one(parameters: list[Tensor], sample: list[Tensor]) -> Any:
+    layout: list[Any] = []  # of the module's output, which may hold more than tensors
+
+    def one(parameters: list[Tensor], sample: list[Tensor]) -> list[Tensor]:
         own = iter(sample)
         call_args, call_kwargs = tree_unflatten(
             [next(own).unsqueeze(0) if is_batched else x for x, is_batched in zip(leaves, batched, strict=True)], spec)
         replacement = {id(unit.parameters[name]): p for name, p in zip(names, parameters, strict=True)}
         with parameters_replaced(module, replacement):
             out = original(*call_args, **call_kwargs)
-        return tree_map(lambda x: x.squeeze(0) if isinstance(x, Tensor) else x, out)
+        layout[:] = tree_flatten(out)
+        return [x.squeeze(0) for x in layout[0] if isinstance(x, Tensor)]
 
     try:
-        return torch.vmap(one, in_dims=(0, 0), randomness="different")(tensors, inputs)
+        with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no batching rule
+            outputs = iter(torch.vmap(one, in_dims=(0, 0), randomness="different")(tensors, inputs))
+        return tree_unflatten([next(outputs) if isinstance(x, Tensor) else x for x in layout[0]], layout[1])
     except PrivacyError:
         raise
     except Exception as problem:

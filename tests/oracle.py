@@ -1,0 +1,61 @@
+"""The slow, obvious way: one autograd pass a sample. Every fast path is compared with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from dpkfc.capture.tape import Tape
+from dpkfc.capture.units import partition
+from dpkfc.geometry.identity import Identity
+from dpkfc.private import gather
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def sample(batch: Any, i: int) -> Any:
+    """Record i of a batch, as a batch of one; leaves whose leading size is 1 are shared by all records."""
+    return tree_map(lambda x: x[i : i + 1] if isinstance(x, Tensor) and x.shape[0] != 1 else x, batch)
+
+
+def reference_grads(model: nn.Module, loss: Loss, batch: Any, rows: int) -> list[dict[str, Tensor]]:
+    """Per-sample gradients of the trainable parameters, with the plain model (no hook may be attached)."""
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    out = []
+    for i in range(rows):
+        value = loss(model, sample(batch, i))
+        grads = torch.autograd.grad(value, list(trainable.values()), allow_unused=True)
+        out.append({name: (torch.zeros_like(p) if g is None else g).detach() for (name, p), g in
+                    zip(trainable.items(), grads, strict=True)})
+    return out
+
+
+def reference_norms(grads: list[dict[str, Tensor]]) -> Tensor:
+    return torch.stack([torch.stack([g.double().square().sum() for g in one.values()]).sum().sqrt() for one in grads])
+
+
+def reference_sum(grads: list[dict[str, Tensor]], clip: float) -> dict[str, Tensor]:
+    """``Σ_i g_i min(1, C / ‖g_i‖)``."""
+    weights = (clip / reference_norms(grads)).clamp(max=1)
+    return {name: sum(w * one[name].double() for w, one in zip(weights, grads, strict=True)) for name in grads[0]}
+
+
+def captured_norms(model: nn.Module, loss: Loss, batch: Any, rows: int, by_vmap: tuple[str, ...] = ()) -> Tensor:
+    """Per-sample norms as the engine computes them, from one mean loss over the batch."""
+    tape = Tape(model, partition(model, by_vmap))
+    try:
+        loss(model, batch).backward()
+        forms, seen = gather(tape.drain())
+    finally:
+        tape.remove()
+    assert seen == rows
+    metric = Identity().map_of(())
+    return torch.stack([form.squared_norms(metric) for form in forms.values()]).sum(0).sqrt() * rows
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
