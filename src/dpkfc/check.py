@@ -134,26 +134,32 @@ def _demand_isolation(model: nn.Module, tape: Tape, inputs: Any, rows: int, loss
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.training:
             raise PrivacyError(f"'{name}' (BatchNorm) is in training mode and mixes the records of a batch: call .eval() on it")
-    changed = tree_map(lambda x: _first_replaced(x) if _is_batched(x, rows) else x, inputs)
     buffers_before = {name: b.clone() for name, b in model.named_buffers()}
     whole = _calls(model, tape, inputs, loss_of)
     buffers = {name: b.clone() for name, b in model.named_buffers()}
+    for donor in range(1, rows):
+        _restore(model, buffers_before)
+        changed = tree_map(lambda x, d=donor: torch.cat([x[d : d + 1], x[1:]]) if _is_batched(x, rows) else x, inputs)
+        part = _calls(model, tape, changed, loss_of)
+        for name, b in model.named_buffers():
+            if not torch.equal(torch.nan_to_num(b), torch.nan_to_num(buffers[name])):
+                raise PrivacyError(f"buffer '{name}' is computed from the records of a batch and would be released without "
+                                   "noise: make the layer that owns it use the current input only")
+        for one, other in zip(whole, part, strict=True):
+            _demand_same(one, other, rows, who)
     _restore(model, buffers_before)
-    part = _calls(model, tape, changed, loss_of)
-    for name, b in model.named_buffers():
-        if not torch.equal(torch.nan_to_num(b), torch.nan_to_num(buffers[name])):
-            raise PrivacyError(f"buffer '{name}' is computed from the records of a batch and would be released without noise: "
-                               "make the layer that owns it use the current input only")
-    _restore(model, buffers_before)
-    for one, other in zip(whole, part, strict=True):
-        for x, y in ((one.a, other.a), (one.delta, other.delta)):
-            if x is None or y is None or not x.is_floating_point():
-                continue
-            if not _close(_rows_of(x, rows)[1:], _rows_of(y, rows)[1:]):
-                raise PrivacyError(
-                    f"{who} mixes the records of a batch: changing one record changes what module '{one.unit.name}' "
-                    f"({type(one.unit.module).__name__}) sees of the others. Keep the batch in the first dimension and every "
-                    "record's computation and loss to itself")
+
+
+def _demand_same(one: Call, other: Call, rows: int, who: str) -> None:
+    """Record 0 was replaced between the calls; the others must not notice."""
+    for x, y in ((one.a, other.a), (one.delta, other.delta)):
+        if x is None or y is None or not x.is_floating_point():
+            continue
+        if not _close(_rows_of(x, rows)[1:], _rows_of(y, rows)[1:]):
+            raise PrivacyError(
+                f"{who} mixes the records of a batch: changing one record changes what module '{one.unit.name}' "
+                f"({type(one.unit.module).__name__}) sees of the others. Keep the batch in the first dimension and every "
+                "record's computation and loss to itself (dpkfc.mean_over_records for losses over tokens)")
 
 
 def _calls(model: nn.Module, tape: Tape, inputs: Any, loss_of: Callable[[Any], Tensor]) -> list[Call]:
@@ -172,11 +178,6 @@ def _restore(model: nn.Module, buffers: dict[str, Tensor]) -> None:
 
 def _is_batched(x: Any, batch: int) -> bool:
     return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == batch
-
-
-def _first_replaced(x: Tensor) -> Tensor:
-    """Record 0 becomes a copy of the last record."""
-    return torch.cat([x[-1:], x[1:]])
 
 
 def _linear_loss(out: Any, rows: int) -> Tensor:

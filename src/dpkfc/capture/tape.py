@@ -106,8 +106,8 @@ class Tape:
         names = {id(p): name for name, p in model.named_parameters()}
         for unit in units:
             for p in unit.parameters.values():
-                hook = Hook(self._refuse_bypass(names[id(p)], unit))
-                self._handles.append(p.register_post_accumulate_grad_hook(hook))
+                if p.is_floating_point():
+                    self._watch_for_bypass(p, names[id(p)], unit)
 
     def drain(self) -> list[Call]:
         """The calls since the last drain."""
@@ -255,8 +255,8 @@ class Tape:
         self.calls.append(call)
         self.on_gradient()
 
-    @staticmethod
-    def _refuse_bypass(name: str, unit: Unit) -> Callable[[Tensor], None]:
+    def _watch_for_bypass(self, p: nn.Parameter, name: str, unit: Unit) -> None:
+        """Autograd never reaches a captured parameter, unless it was used outside its module."""
         def refuse(p: Tensor) -> None:
             p.grad = None
             raise PrivacyError(
@@ -264,7 +264,10 @@ class Tape:
                 "gradient cannot be clipped per sample. Call the module itself, or name the module that uses it in "
                 "make_private(by_vmap=[...])")
 
-        return refuse
+        frozen = not p.requires_grad  # it may be unfrozen later, and only then can be watched
+        p.requires_grad_(True)
+        self._handles.append(p.register_post_accumulate_grad_hook(Hook(refuse)))
+        p.requires_grad_(not frozen)
 
 
 def _input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
