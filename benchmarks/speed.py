@@ -7,7 +7,8 @@ A step is forward, loss, backward, `optimizer.step()` and `zero_grad()`. Every a
 model on the same records.
 
 Time: the arms of a workload share one process and take turns, several steps each, in an order that rotates from round
-to round, so that whatever slows the machine slows all of them alike. The median over rounds is reported.
+to round, so that whatever slows the machine slows all of them alike. The median over rounds is reported; where it lies
+far above the best round, something else was using the processor, and the run says so.
 
 Memory: every arm takes a few steps alone in a fresh process; its peak resident size is reported, and beside it the
 baseline: the size once all packages were imported and before anything was built. The baseline is equal for all arms.
@@ -23,6 +24,7 @@ import copy
 import gc
 import importlib
 import json
+import math
 import os
 import resource
 import subprocess
@@ -46,10 +48,11 @@ from benchmarks.workloads import WORKLOADS, Record, Workload, loss
 
 CLIP = NOISE_MULTIPLIER = 1.0
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
+DISTURBED = 1.5  # the median over the best round from which a time is called disturbed
 PACKAGES = ("dpkfc", "opacus", "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2")
 
 Step = Callable[[], None]
-Figures = dict[str, Any]  # of one arm: seconds, peak_mb, baseline_mb, ratio; or error
+Figures = dict[str, Any]  # of one arm: seconds, seconds_best, peak_mb, baseline_mb, ratio; or error
 
 
 # Arms: (workload, model, one batch, how many steps will be taken) -> a function that takes one step.
@@ -142,7 +145,7 @@ def _finish(loss_of_batch: Any, optimizer: Any) -> None:
 
 
 def time_workload(workload: Workload, arms: Sequence[str], rounds: int, warmup: int) -> dict[str, Figures]:
-    """The median seconds of a step for each arm, measured in turns."""
+    """The seconds of a step for each arm, measured in turns: the median over rounds, and the best."""
     torch.manual_seed(0)
     model, batch = workload.build().train(), workload.batch(workload.batch_size)
     steps: dict[str, Step] = {}
@@ -160,7 +163,7 @@ def time_workload(workload: Workload, arms: Sequence[str], rounds: int, warmup: 
             started = time.perf_counter()
             _take(steps[arm], workload.steps)
             seconds[arm].append((time.perf_counter() - started) / workload.steps)
-    figures |= {arm: {"seconds": median(taken)} for arm, taken in seconds.items()}
+    figures |= {arm: {"seconds": median(taken), "seconds_best": min(taken)} for arm, taken in seconds.items()}
     return {arm: figures[arm] for arm in arms}
 
 
@@ -283,9 +286,9 @@ def table(result: dict[str, Any]) -> Table:
     """One row an arm: seconds and memory, each with its ratio to ordinary training."""
     settings = result["settings"]
     drawn = Table(title=f"One training step ({settings['threads']} threads, median of {settings['rounds']} rounds)")
-    drawn.add_column("workload")
-    drawn.add_column("arm")
-    for heading in ("seconds", "x sgd", "peak MB", "net MB", "x sgd (net)"):
+    for heading in ("workload", "arm"):
+        drawn.add_column(heading, no_wrap=True)
+    for heading in ("seconds", "x sgd", "peak MB", "net MB", "x sgd"):
         drawn.add_column(heading, justify="right")
     for name, arms in result["workloads"].items():
         for position, (arm, figures) in enumerate(arms.items()):
@@ -295,14 +298,16 @@ def table(result: dict[str, Any]) -> Table:
     return drawn
 
 
-def failures(result: dict[str, Any]) -> list[str]:
-    """Why each arm without figures has none."""
-    return [
-        f"{name}, {arm}: {figures['error']}"
-        for name, arms in result["workloads"].items()
-        for arm, figures in arms.items()
-        if "error" in figures
-    ]
+def remarks(result: dict[str, Any]) -> list[str]:
+    """Why an arm has no figures, and which figures are not to be trusted."""
+    notes = []
+    for name, arms in result["workloads"].items():
+        for arm, figures in arms.items():
+            if "error" in figures:
+                notes.append(f"{name}, {arm}: {figures['error']}")
+            elif figures["seconds"] > DISTURBED * figures["seconds_best"]:
+                notes.append(f"{name}, {arm}: disturbed, the best round took {figures['seconds_best']:.4f} s a step")
+    return notes
 
 
 def _cells(figures: Figures) -> list[str]:
@@ -332,16 +337,19 @@ def plot(result: dict[str, Any], file: Path) -> None:
     titles = {"seconds": "Time of a step", "net_mb": "Peak memory above imports"}
     for panel, (quantity, title) in zip(panels, titles.items(), strict=True):
         for index, arm in enumerate(arms):
-            ratios = [figures[arm].get("ratio", {}).get(quantity) for figures in workloads.values()]
+            ratios = [figures[arm].get("ratio", {}).get(quantity, math.nan) for figures in workloads.values()]
             places = [group + (index - (len(arms) - 1) / 2) * width for group in range(len(workloads))]
-            bars = panel.bar(places, [ratio or 1.0 for ratio in ratios], width, label=arm)  # 1.0: an n/a label's height
-            panel.bar_label(bars, [f"{ratio:.1f}" if ratio else "n/a" for ratio in ratios], fontsize=8)
+            panel.bar(places, ratios, width, label=arm)
+            for place, ratio in zip(places, ratios, strict=True):
+                label, height = ("n/a", 1.0) if math.isnan(ratio) else (f"{ratio:.1f}", ratio)
+                panel.annotate(label, (place, height), (0, 2), textcoords="offset points", ha="center", fontsize=8)
         panel.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
         panel.set_yscale("log")
-        panel.margins(y=0.15)
+        panel.set_ylim(bottom=0.5)
+        panel.margins(y=0.1)
         panel.set_ylabel("ratio to ordinary SGD")
         panel.set_title(title)
-    panels[0].legend(ncols=len(arms), loc="upper right")
+    figure.legend(*panels[0].get_legend_handles_labels(), ncols=len(arms), loc="outside upper center")
     panels[1].set_xticks(range(len(workloads)), list(workloads))
     figure.savefig(file, dpi=150)
     plt.close(figure)
@@ -355,7 +363,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--workloads", type=_names(WORKLOADS), default=list(WORKLOADS), metavar="A,B", help="default: all"
     )
     parser.add_argument("--arms", type=_names(ARMS), default=list(ARMS), metavar="A,B", help="default: all")
-    parser.add_argument("--rounds", type=_positive, default=5, help="timing rounds (default 5)")
+    parser.add_argument("--rounds", type=_positive, default=7, help="timing rounds (default 7)")
     parser.add_argument("--threads", type=_positive, default=2, help="torch threads (default 2)")
     chosen = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")  # Opacus and torch warn of hooks and insecure noise on every arm
@@ -363,8 +371,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen.json.write_text(json.dumps(result, indent=2) + "\n")
     console = Console()
     console.print(table(result))
-    for failure in failures(result):
-        console.print(failure, markup=False, highlight=False, soft_wrap=True)
+    for remark in remarks(result):
+        console.print(remark, markup=False, highlight=False, soft_wrap=True)
     if chosen.plot:
         plot(result, chosen.plot)
 

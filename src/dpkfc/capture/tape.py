@@ -11,7 +11,6 @@ vmap. A copy of the model (`copy.deepcopy`, as averaging does, or pickling) is a
 from __future__ import annotations
 
 import contextlib
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -72,7 +71,7 @@ class _Forward(Hook):
         self.module = module
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return types.MethodType, (type(self.module).forward, self.module)
+        return getattr, (self.module, "forward")  # read while the copy has no attributes of its own yet
 
 
 class _Anchor(torch.autograd.Function):
