@@ -248,6 +248,7 @@ def run(
     settings = {
         "rounds": rounds,
         "threads": threads,
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
         "warmup_steps": warmup,
         "memory_steps": memory_steps,
         "batch_size": {name: WORKLOADS[name].batch_size for name in workloads},
@@ -345,8 +346,9 @@ def plot(result: dict[str, Any], file: Path) -> None:
                 panel.annotate(label, (place, height), (0, 2), textcoords="offset points", ha="center", fontsize=8)
         panel.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
         panel.set_yscale("log")
+        panel.margins(y=0.15)
         panel.set_ylim(bottom=0.5)
-        panel.margins(y=0.1)
+        panel.set_xlim(-0.5, len(workloads) - 0.5)
         panel.set_ylabel("ratio to ordinary SGD")
         panel.set_title(title)
     figure.legend(*panels[0].get_legend_handles_labels(), ncols=len(arms), loc="outside upper center")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.rng import next_key, sub_key, uniform_bits
@@ -106,9 +106,12 @@ class PrivateLoader:
                         yield rows
                 chain = next_key(chain)
 
+        dataset, options = self.dataset, self._options
+        if type(dataset) is TensorDataset and "collate_fn" not in options:
+            dataset, options = _WholeBatches(dataset), {**options, "collate_fn": _as_it_is}
         own = torch.Generator()  # for the workers' seeds; the global generator stays put
         own.manual_seed(int.from_bytes(sub_key(key, "workers")[:7], "big"))
-        for batch in DataLoader(self.dataset, batch_sampler=_Batches(indices), generator=own, **self._options):
+        for batch in DataLoader(dataset, batch_sampler=_Batches(indices), generator=own, **options):
             self._skip_empty(ahead)
             self._begin(ahead.popleft())
             yield batch
@@ -130,3 +133,17 @@ class _Batches:
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.indices()
+
+
+class _WholeBatches(Dataset[Any]):
+    """Tensors indexed once a batch, not once a record."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self.tensors = data.tensors
+
+    def __getitems__(self, rows: list[int]) -> list[torch.Tensor]:
+        return [tensor[rows] for tensor in self.tensors]
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

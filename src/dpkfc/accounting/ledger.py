@@ -297,15 +297,15 @@ def read(path: str | os.PathLike[str]) -> list[LedgerRun]:
     file = Path(path).absolute()
     if not file.is_file():
         raise PrivacyError(f"no ledger at {file}: check the path; a ledger is made by the first run that names it")
+    log = Path(f"{file}-wal")
     with _LOCK, _explained(file):
-        try:
-            return _read(file, "mode=ro")
-        except sqlite3.OperationalError as error:
-            # A write-ahead log needs an index beside it, which a read-only folder does not take. Without a
-            # log there is nothing to index, and the file alone is the ledger.
-            if not _code(error).startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")) or Path(f"{file}-wal").exists():
-                raise
-            return _read(file, "mode=ro&immutable=1")
+        if not log.exists():  # then nobody has it open: the file is all, and needs nothing beside it to be read
+            before = file.stat()
+            runs = _read(file, "mode=ro&immutable=1")
+            after = file.stat()
+            if not log.exists() and (before.st_mtime_ns, before.st_size) == (after.st_mtime_ns, after.st_size):
+                return runs
+        return _read(file, "mode=ro")
 
 
 def _read(file: Path, how: str) -> list[LedgerRun]:
@@ -372,8 +372,8 @@ def _is_new(db: sqlite3.Connection, path: Path) -> bool:
                 "wrote it, or a newer one"
             )
         return False
-    if application or version or tables:
-        raise PrivacyError(f"{path} is an SQLite file but not a ledger: choose another path; it was not touched")
+    if application or version or tables or 0 < path.stat().st_size < 512:  # less than a page is empty to SQLite
+        raise PrivacyError(f"{path} is not a ledger: choose another path; it was not touched")
     return True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import cache
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -28,16 +29,16 @@ def ledger_tables(runs: list[LedgerRun], delta: float | None) -> Group:
     parts: list[RenderableType] = []
     for dataset in dict.fromkeys(run.dataset for run in runs):
         own = [run for run in runs if run.dataset == dataset]
-        table = Table(title=Text(f"{dataset} ({title})"), title_justify="left")
-        table.add_column("run", overflow="fold")
-        table.add_column("started (UTC)")
-        for heading in ("steps", "sampling rate", "noise multiplier", "epsilon"):
-            table.add_column(heading, justify="right")
-        table.add_column("state")
+        table = Table(title=Text(f"{dataset} ({title})"), title_justify="left", box=SIMPLE_HEAD, collapse_padding=True)
+        table.add_column("run", overflow="fold", min_width=12)
+        table.add_column("started\n(UTC)", min_width=10)
+        for heading in ("steps", "sampling\nrate", "noise\nmultiplier", "epsilon"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column("state", no_wrap=True)
         for run in own:
             table.add_row(
                 Text(run.run_id),
-                run.started.removesuffix("+00:00").replace("T", " "),
+                run.started[:16].replace("T", " "),
                 f"{run.charged}/{run.mechanism.steps}",
                 f"{run.mechanism.sampling_rate:.4g}",
                 f"{run.mechanism.noise_multiplier:.4g}",

@@ -1,0 +1,40 @@
+# Needs only Python 3.11 or newer with pip. Everything goes into .venv.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test bench lint clean
+
+demo: $(VENV)/.demo  ## train a small private model on real digits
+	$(RUN) -m dpkfc demo
+
+test: $(VENV)/.test  ## all tests, on two cores
+	$(RUN) -m pytest -n 2
+
+lint: $(VENV)/.lint
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+bench: $(VENV)/.bench  ## step time and memory beside ordinary training and Opacus
+	mkdir -p benchmarks/results
+	$(RUN) -m benchmarks.speed --json benchmarks/results/speed.json --plot benchmarks/results/speed.png
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first, by its pinned version: left to itself, a resolver may choose a build with gigabytes of CUDA.
+$(VENV)/.torch: $(VENV)/bin/python constraints.txt
+	$(INSTALL) torch
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(INSTALL) --editable '.[demo]'
+	touch $@
+
+$(VENV)/.test $(VENV)/.lint $(VENV)/.bench: $(VENV)/.%: $(VENV)/.torch pyproject.toml
+	$(INSTALL) --editable '.[$*]'
+	touch $@

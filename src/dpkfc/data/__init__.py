@@ -1,0 +1,1 @@
+"""Data sets that the experiments train on."""
