@@ -69,6 +69,19 @@ def _problem_with(module: nn.Module) -> str | None:
     return None
 
 
+def frozen_batch_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """The BatchNorm modules that `check_model` let pass because they are frozen and in eval mode."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+
+
+def check_still_frozen(norms: dict[str, nn.Module]) -> None:
+    """A call of model.train() may have woken them; they must not see a private batch then."""
+    for name, module in norms.items():
+        if module.training:
+            raise PrivacyError(f"'{name}' ({type(module).__name__}) is in training mode, where it mixes the records of a batch: "
+                               "call .eval() on it after model.train()")
+
+
 def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     """Every trainable parameter must be in the optimizer, and nothing else may be."""
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -131,23 +144,22 @@ def check_loss(model: nn.Module, tape: Tape, batch: Any, rows: int, loss: Callab
 
 
 def _demand_isolation(model: nn.Module, tape: Tape, inputs: Any, rows: int, loss_of: Callable[[Any], Tensor], who: str) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.training:
-            raise PrivacyError(f"'{name}' (BatchNorm) is in training mode and mixes the records of a batch: call .eval() on it")
-    buffers_before = {name: b.clone() for name, b in model.named_buffers()}
-    whole = _calls(model, tape, inputs, loss_of)
-    buffers = {name: b.clone() for name, b in model.named_buffers()}
-    for donor in range(1, rows):
-        _restore(model, buffers_before)
-        changed = tree_map(lambda x, d=donor: torch.cat([x[d : d + 1], x[1:]]) if _is_batched(x, rows) else x, inputs)
-        part = _calls(model, tape, changed, loss_of)
-        for name, b in model.named_buffers():
-            if not torch.equal(torch.nan_to_num(b), torch.nan_to_num(buffers[name])):
-                raise PrivacyError(f"buffer '{name}' is computed from the records of a batch and would be released without "
-                                   "noise: make the layer that owns it use the current input only")
-        for one, other in zip(whole, part, strict=True):
-            _demand_same(one, other, rows, who)
-    _restore(model, buffers_before)
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    try:
+        whole = _calls(model, tape, inputs, loss_of)
+        buffers = {name: b.clone() for name, b in model.named_buffers()}
+        for donor in range(1, rows):
+            _restore(model, before)
+            changed = tree_map(lambda x, d=donor: torch.cat([x[d : d + 1], x[1:]]) if _is_batched(x, rows) else x, inputs)
+            part = _calls(model, tape, changed, loss_of)
+            for name, b in model.named_buffers():
+                if not torch.equal(torch.nan_to_num(b), torch.nan_to_num(buffers[name])):
+                    raise PrivacyError(f"buffer '{name}' is computed from the records of a batch and would be released without "
+                                       "noise: make the layer that owns it use the current input only")
+            for one, other in zip(whole, part, strict=True):
+                _demand_same(one, other, rows, who)
+    finally:
+        _restore(model, before)
 
 
 def _demand_same(one: Call, other: Call, rows: int, who: str) -> None:

@@ -25,7 +25,15 @@ from dpkfc.accounting.ledger import Ledger
 from dpkfc.capture.record import Form, at_least_float32, join
 from dpkfc.capture.tape import Call, Hook, Tape
 from dpkfc.capture.units import partition
-from dpkfc.check import ROWS, check_isolation, check_loss, check_model, check_optimizer
+from dpkfc.check import (
+    ROWS,
+    check_isolation,
+    check_loss,
+    check_model,
+    check_optimizer,
+    check_still_frozen,
+    frozen_batch_norms,
+)
 from dpkfc.clipping import clip_weights
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.identity import Geometry, Identity, Map
@@ -75,6 +83,7 @@ class Private:
         self._geometry, self._noise, self._tape = geometry, noise, tape
         self._mean_loss, self._check, self._scaler = mean_loss, check, grad_scaler
         self._names = {p: name for name, p in model.named_parameters()}
+        self._frozen_norms = frozen_batch_norms(model)
         self._key = first_key(seed)
         self._ledger, self._run = ledger, uuid.uuid4().hex
         self._lost_steps = 0  # charged by a run that did not survive to write them into its checkpoint
@@ -184,6 +193,7 @@ class Private:
         self.optimizer.zero_grad()
 
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        check_still_frozen(self._frozen_norms)
         if self._check and self._tape.batch is not None and self._tape.batch > 1:
             self._check = False
             check_isolation(self.model, self._tape, args, kwargs)
