@@ -29,8 +29,12 @@ def reference_grads(model: nn.Module, loss: Loss, batch: Any, rows: int) -> list
     for i in range(rows):
         value = loss(model, sample(batch, i))
         grads = torch.autograd.grad(value, list(trainable.values()), allow_unused=True)
-        out.append({name: (torch.zeros_like(p) if g is None else g).detach() for (name, p), g in
-                    zip(trainable.items(), grads, strict=True)})
+        out.append(
+            {
+                name: (torch.zeros_like(p) if g is None else g).detach()
+                for (name, p), g in zip(trainable.items(), grads, strict=True)
+            }
+        )
     return out
 
 

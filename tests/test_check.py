@@ -15,7 +15,9 @@ import dpkfc
 
 def make(model: nn.Module, x: Tensor, y: Tensor | None = None, **settings: Any) -> tuple[dpkfc.Private, TensorDataset]:
     data = TensorDataset(x, torch.randint(2, (len(x),)) if y is None else y)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad] or [nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad] or [nn.Parameter(torch.ones(1))], lr=0.1
+    )
     defaults = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 2, "batch_size": len(x)}
     return dpkfc.make_private(model, optimizer, data, **{**defaults, **settings}), data
 
@@ -25,20 +27,23 @@ def first_batch(private: dpkfc.Private, model: nn.Module) -> None:
         model(x)
 
 
-@pytest.mark.parametrize(("build", "message"), [
-    (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), r"'1' \(BatchNorm1d\).*dpkfc\.fix"),
-    (lambda: nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)), r"SyncBatchNorm"),
-    (lambda: nn.Sequential(nn.InstanceNorm1d(4, affine=True, track_running_stats=True)), "running statistics"),
-    (lambda: nn.Sequential(nn.Embedding(4, 4, max_norm=1.0)), "max_norm"),
-    (lambda: nn.Sequential(nn.Embedding(4, 4, sparse=True)), "sparse=False"),
-    (lambda: nn.Sequential(nn.Embedding(4, 4, scale_grad_by_freq=True)), "scale_grad_by_freq"),
-    (lambda: nn.Sequential(nn.LSTM(4, 4)), r"\(LSTM\).*batch_first=True"),
-    (lambda: nn.MultiheadAttention(4, 2), "batch_first=True"),
-    (lambda: nn.TransformerEncoderLayer(4, 2, 4), "batch_first=True"),
-    (lambda: nn.LazyLinear(3), "not initialised"),
-    (lambda: nn.ReLU(), "no trainable parameter"),
-    (lambda: nn.DataParallel(nn.Linear(4, 4)), "wraps the model"),
-])
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), r"'1' \(BatchNorm1d\).*dpkfc\.fix"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)), r"SyncBatchNorm"),
+        (lambda: nn.Sequential(nn.InstanceNorm1d(4, affine=True, track_running_stats=True)), "running statistics"),
+        (lambda: nn.Sequential(nn.Embedding(4, 4, max_norm=1.0)), "max_norm"),
+        (lambda: nn.Sequential(nn.Embedding(4, 4, sparse=True)), "sparse=False"),
+        (lambda: nn.Sequential(nn.Embedding(4, 4, scale_grad_by_freq=True)), "scale_grad_by_freq"),
+        (lambda: nn.Sequential(nn.LSTM(4, 4)), r"\(LSTM\).*batch_first=True"),
+        (lambda: nn.MultiheadAttention(4, 2), "batch_first=True"),
+        (lambda: nn.TransformerEncoderLayer(4, 2, 4), "batch_first=True"),
+        (lambda: nn.LazyLinear(3), "not initialised"),
+        (lambda: nn.ReLU(), "no trainable parameter"),
+        (lambda: nn.DataParallel(nn.Linear(4, 4)), "wraps the model"),
+    ],
+)
 def test_modules_that_cannot_be_private_are_named(build: Any, message: str) -> None:
     with pytest.raises(dpkfc.PrivacyError, match=message):
         make(build(), torch.randn(8, 4))
@@ -91,7 +96,9 @@ def test_layers_that_mix_records_are_found_by_trying(how: str) -> None:
     model = Mixes(how)
     private, _ = make(model, torch.randn(8, 6))
     before = model.seen.clone()
-    with pytest.raises(dpkfc.PrivacyError, match="buffer 'seen'" if how == "buffer" else "mixes the records|first dimension"):
+    with pytest.raises(
+        dpkfc.PrivacyError, match="buffer 'seen'" if how == "buffer" else "mixes the records|first dimension"
+    ):
         first_batch(private, model)
     assert private.epsilon() == 0 and torch.equal(model.seen, before)
 
@@ -133,8 +140,12 @@ def test_losses_that_mix_records_or_are_not_a_mean_are_refused(name: str) -> Non
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_good_losses_pass_also_with_dropout(reduction: str) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 2))
-    make(model, torch.randn(8, 6), loss_reduction=reduction,
-         loss=lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction=reduction))
+    make(
+        model,
+        torch.randn(8, 6),
+        loss_reduction=reduction,
+        loss=lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction=reduction),
+    )
     assert model[1].training
 
 
@@ -169,8 +180,15 @@ def test_iterable_data_is_refused() -> None:
 
     model = nn.Linear(3, 2)
     with pytest.raises(dpkfc.PrivacyError, match="map-style"):
-        dpkfc.make_private(model, torch.optim.SGD(model.parameters(), 0.1), Stream(), noise_multiplier=1.0, delta=1e-5, steps=1,
-                           batch_size=1)
+        dpkfc.make_private(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            Stream(),
+            noise_multiplier=1.0,
+            delta=1e-5,
+            steps=1,
+            batch_size=1,
+        )
 
 
 def test_a_module_that_does_not_run_under_vmap_is_named_with_what_to_do() -> None:

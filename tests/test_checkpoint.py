@@ -18,16 +18,32 @@ import dpkfc
 STEPS = 12
 
 
-def make(optimizer_kind: str, ledger: dpkfc.Ledger | None = None, seed: int | None = 5, **settings: Any) -> tuple[Any, ...]:
+def make(
+    optimizer_kind: str, ledger: dpkfc.Ledger | None = None, seed: int | None = 5, **settings: Any
+) -> tuple[Any, ...]:
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(60, 6), torch.randint(3, (60,)))
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Dropout(0.3), nn.Linear(8, 3))
-    kinds = {"sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-             "adam": lambda p: torch.optim.AdamW(p, lr=0.01), "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01)}
+    kinds = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+        "adam": lambda p: torch.optim.AdamW(p, lr=0.01),
+        "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    }
     optimizer = kinds[optimizer_kind](model.parameters())
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    private = dpkfc.make_private(model, optimizer, data, noise_multiplier=1.0, delta=1e-3, steps=STEPS, batch_size=8,
-                                 max_physical_batch_size=settings.pop("chunk", None), seed=seed, ledger=ledger, **settings)
+    private = dpkfc.make_private(
+        model,
+        optimizer,
+        data,
+        noise_multiplier=1.0,
+        delta=1e-3,
+        steps=STEPS,
+        batch_size=8,
+        max_physical_batch_size=settings.pop("chunk", None),
+        seed=seed,
+        ledger=ledger,
+        **settings,
+    )
     return private, model, optimizer, scheduler
 
 

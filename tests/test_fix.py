@@ -14,8 +14,12 @@ import dpkfc
 
 
 def test_batch_norm_becomes_group_norm_everywhere() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48), nn.Sequential(nn.BatchNorm2d(48, affine=False)),
-                          nn.InstanceNorm2d(48, track_running_stats=True))
+    model = nn.Sequential(
+        nn.Conv2d(3, 48, 3),
+        nn.BatchNorm2d(48),
+        nn.Sequential(nn.BatchNorm2d(48, affine=False)),
+        nn.InstanceNorm2d(48, track_running_stats=True),
+    )
     nn.init.normal_(model[1].weight)
     weight = model[1].weight.detach().clone()
     shown: list[object] = []
@@ -50,5 +54,12 @@ def test_fixing_after_building_the_optimizer_is_caught() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     dpkfc.fix(model, show=lambda table: None)
     with pytest.raises(dpkfc.PrivacyError, match="missing from the optimizer"):
-        dpkfc.make_private(model, optimizer, TensorDataset(torch.randn(6, 3, 5)), noise_multiplier=1.0, delta=1e-3, steps=1,
-                           batch_size=6)
+        dpkfc.make_private(
+            model,
+            optimizer,
+            TensorDataset(torch.randn(6, 3, 5)),
+            noise_multiplier=1.0,
+            delta=1e-3,
+            steps=1,
+            batch_size=6,
+        )

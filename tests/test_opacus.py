@@ -31,9 +31,17 @@ class Text(nn.Module):
 
 MODELS = {
     "mlp": (lambda: nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 4)), lambda: torch.randn(BATCH, 10)),
-    "cnn": (lambda: nn.Sequential(nn.Conv2d(2, 6, 3, stride=2, padding=1), nn.GroupNorm(2, 6), nn.Tanh(),
-                                  nn.Conv2d(6, 6, 3, groups=3, bias=False), nn.Flatten(), nn.Linear(24, 4)),
-            lambda: torch.randn(BATCH, 2, 8, 8)),
+    "cnn": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 6, 3, stride=2, padding=1),
+            nn.GroupNorm(2, 6),
+            nn.Tanh(),
+            nn.Conv2d(6, 6, 3, groups=3, bias=False),
+            nn.Flatten(),
+            nn.Linear(24, 4),
+        ),
+        lambda: torch.randn(BATCH, 2, 8, 8),
+    ),
     "text": (Text, lambda: torch.randint(20, (BATCH, 7))),
 }
 
@@ -52,12 +60,13 @@ def test_clipped_sum_equals_opacus(name: str, ghost: bool) -> None:
     twin = copy.deepcopy(model)
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    private = dpkfc.make_private(model, optimizer, TensorDataset(x, y), noise_multiplier=0.0, delta=1e-3, steps=1,
-                                 batch_size=BATCH, clip=CLIP)
+    private = dpkfc.make_private(
+        model, optimizer, TensorDataset(x, y), noise_multiplier=0.0, delta=1e-3, steps=1, batch_size=BATCH, clip=CLIP
+    )
     for a, b in private.loader:
         F.cross_entropy(model(a), b).backward()
         optimizer.step()
-    assert 0 < private.not_private.clipped
+    assert private.not_private.clipped > 0
 
     options = {"noise_multiplier": 0.0, "max_grad_norm": CLIP, "expected_batch_size": BATCH}
     plain = torch.optim.SGD(twin.parameters(), lr=0.0)

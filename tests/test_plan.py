@@ -25,29 +25,32 @@ def test_the_plan_keeps_its_target_and_agrees_with_dp_accounting() -> None:
     assert plan.epsilon(0) == 0 and plan.epsilon(30) < plan.epsilon(60)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"records": 0}, "0 records"),
-    ({"batch_size": 1001}, "exceeds the 1000 records"),
-    ({"batch_size": 0}, "batch_size=0"),
-    ({"batch_size": 2.5}, "batch_size=2.5"),
-    ({"clip": 0.0}, "clip=0.0"),
-    ({"clip": float("inf")}, "clip=inf"),
-    ({"clip": float("nan")}, "clip=nan"),
-    ({"delta": None}, "delta is missing"),
-    ({"delta": 0.0}, "delta=0.0"),
-    ({"delta": 1.0}, "delta=1.0"),
-    ({"epsilon": None}, "exactly one of epsilon"),
-    ({"noise_multiplier": 1.0}, "exactly one of epsilon"),
-    ({"epsilon": -1.0}, "epsilon=-1.0"),
-    ({"epsilon": float("inf")}, "epsilon=inf"),
-    ({"epsilon": None, "noise_multiplier": -1.0}, "noise_multiplier=-1.0"),
-    ({"steps": 5}, "exactly one of epochs and steps"),
-    ({"epochs": None}, "exactly one of epochs and steps"),
-    ({"epochs": 0}, "epochs=0"),
-    ({"epochs": None, "steps": 0}, "steps=0"),
-    ({"accountant": "gdp"}, "'pld' \\(tight\\) or 'rdp'"),
-    ({"epsilon": 1e-9, "delta": 1e-12}, "out of reach"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"records": 0}, "0 records"),
+        ({"batch_size": 1001}, "exceeds the 1000 records"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": 2.5}, "batch_size=2.5"),
+        ({"clip": 0.0}, "clip=0.0"),
+        ({"clip": float("inf")}, "clip=inf"),
+        ({"clip": float("nan")}, "clip=nan"),
+        ({"delta": None}, "delta is missing"),
+        ({"delta": 0.0}, "delta=0.0"),
+        ({"delta": 1.0}, "delta=1.0"),
+        ({"epsilon": None}, "exactly one of epsilon"),
+        ({"noise_multiplier": 1.0}, "exactly one of epsilon"),
+        ({"epsilon": -1.0}, "epsilon=-1.0"),
+        ({"epsilon": float("inf")}, "epsilon=inf"),
+        ({"epsilon": None, "noise_multiplier": -1.0}, "noise_multiplier=-1.0"),
+        ({"steps": 5}, "exactly one of epochs and steps"),
+        ({"epochs": None}, "exactly one of epochs and steps"),
+        ({"epochs": 0}, "epochs=0"),
+        ({"epochs": None, "steps": 0}, "steps=0"),
+        ({"accountant": "gdp"}, "'pld' \\(tight\\) or 'rdp'"),
+        ({"epsilon": 1e-9, "delta": 1e-12}, "out of reach"),
+    ],
+)
 def test_impossible_wishes_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(dpkfc.PrivacyError, match=message):
         dpkfc.Plan.make(**{**GOOD, **change})
@@ -74,5 +77,14 @@ def test_the_plan_is_frozen() -> None:
 
 def test_the_statement_says_what_a_data_protection_officer_asks() -> None:
     text = str(dpkfc.Plan.make(**GOOD))
-    for word in ("what is protected", "add or remove one", "epsilon", "target 2", "1e-05", "Poisson", "60", "not covered"):
+    for word in (
+        "what is protected",
+        "add or remove one",
+        "epsilon",
+        "target 2",
+        "1e-05",
+        "Poisson",
+        "60",
+        "not covered",
+    ):
         assert word in text

@@ -30,7 +30,9 @@ def network() -> nn.Module:
 def make(model: nn.Module, optimizer: Any = None, dataset: Any = None, **settings: Any) -> tuple[dpkfc.Private, Any]:
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     defaults = {"noise_multiplier": 1.0, "delta": 1e-3, "steps": 6, "batch_size": 12, "clip": 0.5, "seed": 3}
-    return dpkfc.make_private(model, optimizer, data() if dataset is None else dataset, **{**defaults, **settings}), optimizer
+    return dpkfc.make_private(
+        model, optimizer, data() if dataset is None else dataset, **{**defaults, **settings}
+    ), optimizer
 
 
 def train(private: dpkfc.Private, model: nn.Module, optimizer: Any, each: Any = lambda: None) -> Tensor:
@@ -47,7 +49,10 @@ def test_without_clipping_and_noise_it_is_ordinary_training() -> None:
     outcomes = []
     for private_run in (True, False):
         model = network()
-        groups = [{"params": model[0].parameters(), "lr": 0.02}, {"params": [*model[1].parameters(), *model[3].parameters()]}]
+        groups = [
+            {"params": model[0].parameters(), "lr": 0.02},
+            {"params": [*model[1].parameters(), *model[3].parameters()]},
+        ]
         optimizer = torch.optim.AdamW(groups, lr=0.01)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.05, 0.02], total_steps=10)
         if private_run:
@@ -72,7 +77,9 @@ def test_sum_and_mean_losses_give_the_same_private_gradients(reduction: str) -> 
         F.cross_entropy(model(x), y, reduction=reduction).backward()
         optimizer.step()
         optimizer.zero_grad()
-    torch.testing.assert_close(torch.cat([p.detach().flatten() for p in model.parameters()]), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.cat([p.detach().flatten() for p in model.parameters()]), want, rtol=1e-4, atol=1e-5
+    )
 
 
 def _triple(model: nn.Module, **settings: Any) -> tuple[Any, ...]:
@@ -104,7 +111,9 @@ def test_autocast_to_bfloat16() -> None:
         optimizer.step()
         assert all(p.grad.dtype == torch.float32 for p in model.parameters())
         optimizer.zero_grad()
-    torch.testing.assert_close(torch.cat([p.detach().flatten() for p in model.parameters()]), want, rtol=0.05, atol=0.01)
+    torch.testing.assert_close(
+        torch.cat([p.detach().flatten() for p in model.parameters()]), want, rtol=0.05, atol=0.01
+    )
 
 
 def test_a_grad_scaler_is_divided_out_and_never_skips() -> None:
@@ -118,7 +127,9 @@ def test_a_grad_scaler_is_divided_out_and_never_skips() -> None:
         scaler.update()
         optimizer.zero_grad()
     assert private.steps == 6 and scaler.get_scale() > 1024
-    torch.testing.assert_close(torch.cat([p.detach().flatten() for p in model.parameters()]), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.cat([p.detach().flatten() for p in model.parameters()]), want, rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -215,7 +226,9 @@ def test_several_backwards_over_one_graph_add_up() -> None:
         (0.75 * loss).backward()
         optimizer.step()
         optimizer.zero_grad()
-    torch.testing.assert_close(torch.cat([p.detach().flatten() for p in model.parameters()]), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.cat([p.detach().flatten() for p in model.parameters()]), want, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_evaluation_between_steps_disturbs_nothing() -> None:
@@ -303,6 +316,7 @@ def test_a_run_that_does_not_fit_the_budget_is_refused_before_the_first_step(tmp
 
 def test_dropout_is_drawn_once_in_modules_run_under_vmap() -> None:
     """The same mask must act in forward and backward, and differ between samples."""
+
     class Dropped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -312,8 +326,15 @@ def test_dropout_is_drawn_once_in_modules_run_under_vmap() -> None:
             return F.dropout(x * self.weight, 0.5)
 
     model = nn.Sequential(Dropped())
-    private, optimizer = make(model, dataset=TensorDataset(torch.ones(4, 200)), batch_size=4, steps=1, noise_multiplier=0.0,
-                              clip=1e9, check=False)
+    private, optimizer = make(
+        model,
+        dataset=TensorDataset(torch.ones(4, 200)),
+        batch_size=4,
+        steps=1,
+        noise_multiplier=0.0,
+        clip=1e9,
+        check=False,
+    )
     for (x,) in private.loader:
         out = model(x)
         assert not torch.equal(out[0], out[1])

@@ -16,4 +16,14 @@ from dpkfc.plan import Plan
 from dpkfc.private import Private, make_private
 
 __version__ = "0.1.0"
-__all__ = ["Identity", "Independent", "Ledger", "Plan", "Private", "PrivacyError", "fix", "make_private", "mean_over_records"]
+__all__ = [
+    "Identity",
+    "Independent",
+    "Ledger",
+    "Plan",
+    "PrivacyError",
+    "Private",
+    "fix",
+    "make_private",
+    "mean_over_records",
+]

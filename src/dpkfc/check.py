@@ -30,11 +30,16 @@ TOLERANCE = 1e-3  # relative; mixing of records shows at order 1
 
 def check_model(model: nn.Module) -> None:
     """Refuse, by name and with the fix, what no per-sample gradient can make private."""
-    problems = [f"'{name or 'the model'}' ({type(module).__name__}): {problem}"
-                for name, module in model.named_modules() if (problem := _problem_with(module))]
+    problems = [
+        f"'{name or 'the model'}' ({type(module).__name__}): {problem}"
+        for name, module in model.named_modules()
+        if (problem := _problem_with(module))
+    ]
     for name, p in model.named_parameters():
         if isinstance(p, UninitializedParameter):
-            problems.append(f"parameter '{name}' is not initialised: run one forward pass on public or random input first")
+            problems.append(
+                f"parameter '{name}' is not initialised: run one forward pass on public or random input first"
+            )
         elif p.requires_grad and not p.is_floating_point():
             problems.append(f"parameter '{name}' is {p.dtype}: only real floating-point parameters can be trained")
     if problems:
@@ -46,8 +51,12 @@ def check_model(model: nn.Module) -> None:
 def _problem_with(module: nn.Module) -> str | None:
     if isinstance(module, _BatchNorm):
         frozen = not module.training and not any(p.requires_grad for p in module.parameters())
-        return None if frozen else "mixes the records of a batch. model = dpkfc.fix(model) replaces it by GroupNorm; or " \
+        return (
+            None
+            if frozen
+            else "mixes the records of a batch. model = dpkfc.fix(model) replaces it by GroupNorm; or "
             "freeze it and call .eval() on it"
+        )
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         return "keeps running statistics of private records. dpkfc.fix(model), or track_running_stats=False"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and any(p.requires_grad for p in module.parameters()):
@@ -58,8 +67,12 @@ def _problem_with(module: nn.Module) -> str | None:
         if module.sparse:
             return "a private gradient is dense, since noise is added to every row. Use sparse=False"
     trained = any(p.requires_grad for p in module.parameters())
-    if trained and getattr(module, "batch_first", True) is False and isinstance(
-        module, nn.RNNBase | nn.MultiheadAttention | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
+    if (
+        trained
+        and getattr(module, "batch_first", True) is False
+        and isinstance(
+            module, nn.RNNBase | nn.MultiheadAttention | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
+        )
     ):
         return "puts time before the batch. Use batch_first=True"
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
@@ -78,8 +91,10 @@ def check_still_frozen(norms: dict[str, nn.Module]) -> None:
     """A call of model.train() may have woken them; they must not see a private batch then."""
     for name, module in norms.items():
         if module.training:
-            raise PrivacyError(f"'{name}' ({type(module).__name__}) is in training mode, where it mixes the records of a batch: "
-                               "call .eval() on it after model.train()")
+            raise PrivacyError(
+                f"'{name}' ({type(module).__name__}) is in training mode, where it mixes the records of a batch: "
+                "call .eval() on it after model.train()"
+            )
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
@@ -87,13 +102,17 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
     if missing:
-        raise PrivacyError(f"trainable parameters missing from the optimizer: {_some(missing)}. They would take their share of "
-                           "the clipped norm and never move: add them, or set requires_grad=False")
+        raise PrivacyError(
+            f"trainable parameters missing from the optimizer: {_some(missing)}. They would take their share of "
+            "the clipped norm and never move: add them, or set requires_grad=False"
+        )
     known = {id(p) for p in model.parameters()}
     foreign = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
     if foreign:
-        raise PrivacyError(f"the optimizer holds {foreign} parameters that are not in the model: they would be stepped without "
-                           "clipping and noise. Build the optimizer from model.parameters(), after dpkfc.fix(model)")
+        raise PrivacyError(
+            f"the optimizer holds {foreign} parameters that are not in the model: they would be stepped without "
+            "clipping and noise. Build the optimizer from model.parameters(), after dpkfc.fix(model)"
+        )
     if any(not hasattr(optimizer, method) for method in ("register_step_pre_hook", "param_groups")):
         raise PrivacyError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer")
 
@@ -119,9 +138,11 @@ def check_isolation(model: nn.Module, tape: Tape, args: tuple[Any, ...], kwargs:
     _demand_isolation(model, tape, inputs, rows, loss_of, "the model")
 
 
-def check_loss(model: nn.Module, tape: Tape, batch: Any, rows: int, loss: Callable[[nn.Module, Any], Tensor],
-               mean_loss: bool) -> None:
+def check_loss(
+    model: nn.Module, tape: Tape, batch: Any, rows: int, loss: Callable[[nn.Module, Any], Tensor], mean_loss: bool
+) -> None:
     """Try model and loss together, and the declared reduction: without one record, the others' gradients stay."""
+
     def loss_of(inputs: Any) -> Tensor:
         value = loss(model, inputs)
         if not isinstance(value, Tensor) or value.dim() != 0:
@@ -138,24 +159,31 @@ def check_loss(model: nn.Module, tape: Tape, batch: Any, rows: int, loss: Callab
         if not _close(left, _rows_of(after.delta, rows - 1)):
             raise PrivacyError(
                 f"the loss is not the {'mean' if mean_loss else 'sum'} over records that loss_reduction="
-                f"'{'mean' if mean_loss else 'sum'}' declares (seen at module '{before.unit.name}'): leaving one record out changes "
-                "the others' gradients. A loss averaged over all tokens of a batch must be averaged within each record first: "
-                "dpkfc.mean_over_records(token_losses, mask)")
+                f"'{'mean' if mean_loss else 'sum'}' declares (seen at module '{before.unit.name}'): leaving one "
+                "record out changes the others' gradients. A loss averaged over all tokens of a batch must be averaged "
+                "within each record first: dpkfc.mean_over_records(token_losses, mask)"
+            )
 
 
-def _demand_isolation(model: nn.Module, tape: Tape, inputs: Any, rows: int, loss_of: Callable[[Any], Tensor], who: str) -> None:
+def _demand_isolation(
+    model: nn.Module, tape: Tape, inputs: Any, rows: int, loss_of: Callable[[Any], Tensor], who: str
+) -> None:
     before = {name: b.clone() for name, b in model.named_buffers()}
     try:
         whole = _calls(model, tape, inputs, loss_of)
         buffers = {name: b.clone() for name, b in model.named_buffers()}
         for donor in range(1, rows):
             _restore(model, before)
-            changed = tree_map(lambda x, d=donor: torch.cat([x[d : d + 1], x[1:]]) if _is_batched(x, rows) else x, inputs)
+            changed = tree_map(
+                lambda x, d=donor: torch.cat([x[d : d + 1], x[1:]]) if _is_batched(x, rows) else x, inputs
+            )
             part = _calls(model, tape, changed, loss_of)
             for name, b in model.named_buffers():
                 if not torch.equal(torch.nan_to_num(b), torch.nan_to_num(buffers[name])):
-                    raise PrivacyError(f"buffer '{name}' is computed from the records of a batch and would be released without "
-                                       "noise: make the layer that owns it use the current input only")
+                    raise PrivacyError(
+                        f"buffer '{name}' is computed from the records of a batch and would be released without "
+                        "noise: make the layer that owns it use the current input only"
+                    )
             for one, other in zip(whole, part, strict=True):
                 _demand_same(one, other, rows, who)
     finally:
@@ -170,8 +198,9 @@ def _demand_same(one: Call, other: Call, rows: int, who: str) -> None:
         if not _close(_rows_of(x, rows)[1:], _rows_of(y, rows)[1:]):
             raise PrivacyError(
                 f"{who} mixes the records of a batch: changing one record changes what module '{one.unit.name}' "
-                f"({type(one.unit.module).__name__}) sees of the others. Keep the batch in the first dimension and every "
-                "record's computation and loss to itself (dpkfc.mean_over_records for losses over tokens)")
+                f"({type(one.unit.module).__name__}) sees of the others. Keep the batch in the first dimension and "
+                "every record's computation and loss to itself (dpkfc.mean_over_records for losses over tokens)"
+            )
 
 
 def _calls(model: nn.Module, tape: Tape, inputs: Any, loss_of: Callable[[Any], Tensor]) -> list[Call]:
@@ -195,7 +224,9 @@ def _is_batched(x: Any, batch: int) -> bool:
 def _linear_loss(out: Any, rows: int) -> Tensor:
     outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad and x.is_floating_point()]
     if not outputs:
-        raise PrivacyError(f"the model returned no tensor that depends on a trainable parameter (got {type(out).__name__})")
+        raise PrivacyError(
+            f"the model returned no tensor that depends on a trainable parameter (got {type(out).__name__})"
+        )
     return torch.stack([(x * torch.randn_like(x)).sum() for x in outputs]).sum()
 
 

@@ -68,8 +68,10 @@ def load(path: str | os.PathLike[str], private: Private, others: dict[str, Any])
     state = _unpack(document["state"], tensors)
     unknown = set(others) ^ set(state["others"])
     if unknown:
-        raise PrivacyError(f"checkpoint and call disagree about: {', '.join(sorted(unknown))}. Pass the same keyword "
-                           "arguments to save and load")
+        raise PrivacyError(
+            f"checkpoint and call disagree about: {', '.join(sorted(unknown))}. Pass the same keyword "
+            "arguments to save and load"
+        )
     private.load_state_dict(state["private"])
     private.model.load_state_dict(state["model"])
     private.optimizer.load_state_dict(state["optimizer"])
@@ -103,8 +105,10 @@ def _pack(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
-    raise PrivacyError(f"cannot write {type(value).__name__} at '{place}' to a checkpoint: states must be made of tensors, "
-                       "numbers, strings, lists and dictionaries")
+    raise PrivacyError(
+        f"cannot write {type(value).__name__} at '{place}' to a checkpoint: states must be made of tensors, "
+        "numbers, strings, lists and dictionaries"
+    )
 
 
 def _unpack(tree: Any, tensors: dict[str, Tensor]) -> Any:
@@ -122,8 +126,12 @@ def _unpack(tree: Any, tensors: dict[str, Tensor]) -> Any:
 def _generators() -> dict[str, Any]:
     """The global generators, which the user's dropout and augmentation draw from."""
     name, keys, *rest = np.random.get_state()  # noqa: NPY002
-    return {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-            "python": random.getstate(), "numpy": (name, [int(k) for k in keys], *rest)}  # type: ignore[union-attr]
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": random.getstate(),
+        "numpy": (name, [int(k) for k in keys], *rest),
+    }
 
 
 def _set_generators(state: dict[str, Any]) -> None:

@@ -24,8 +24,8 @@ def fix(model: nn.Module, show: Callable[[Table], None] | None = None) -> nn.Mod
     >>> import torch, dpkfc
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
     >>> model = dpkfc.fix(model, show=lambda table: None)
-    >>> model[1]
-    GroupNorm(8, 8, eps=1e-05, affine=True)
+    >>> isinstance(model[1], torch.nn.GroupNorm)
+    True
     """
     table = Table("module", "was", "is now", title="dpkfc.fix", title_justify="left")
     if isinstance(model, _BatchNorm):
@@ -52,7 +52,9 @@ def fix(model: nn.Module, show: Callable[[Table], None] | None = None) -> nn.Mod
 
 def _group_norm(old: _BatchNorm, path: str = "the model") -> nn.GroupNorm:
     if old.num_features == 0:
-        raise PrivacyError(f"'{path}' ({type(old).__name__}) is not initialised: run one forward pass on random input first")
+        raise PrivacyError(
+            f"'{path}' ({type(old).__name__}) is not initialised: run one forward pass on random input first"
+        )
     new = nn.GroupNorm(math.gcd(32, old.num_features), old.num_features, eps=old.eps, affine=old.affine)
     if old.affine:
         new.weight.data.copy_(old.weight.data)

@@ -47,9 +47,18 @@ class Plan:
 
     @staticmethod
     def make(
-        *, records: int, batch_size: int, clip: float, delta: float | None, epsilon: float | None = None,
-        noise_multiplier: float | None = None, epochs: float | None = None, steps: int | None = None,
-        accountant: Accountant = "pld", geometry: str = "identity (DP-SGD)", public_geometry: bool = True,
+        *,
+        records: int,
+        batch_size: int,
+        clip: float,
+        delta: float | None,
+        epsilon: float | None = None,
+        noise_multiplier: float | None = None,
+        epochs: float | None = None,
+        steps: int | None = None,
+        accountant: Accountant = "pld",
+        geometry: str = "identity (DP-SGD)",
+        public_geometry: bool = True,
         noise: str = "independent Gaussian",
     ) -> Plan:
         """Check the wishes and calibrate the noise. Give `epsilon` or `noise_multiplier`; `epochs` or `steps`."""
@@ -64,8 +73,19 @@ class Plan:
         assert noise_multiplier is not None
         if not (noise_multiplier >= 0 and math.isfinite(noise_multiplier)):
             raise PrivacyError(f"noise_multiplier={noise_multiplier}: must be a finite number, 0 or larger")
-        return Plan(records, batch_size, steps, float(clip), float(noise_multiplier), delta, epsilon, accountant,
-                    geometry, public_geometry, noise)
+        return Plan(
+            records,
+            batch_size,
+            steps,
+            float(clip),
+            float(noise_multiplier),
+            delta,
+            epsilon,
+            accountant,
+            geometry,
+            public_geometry,
+            noise,
+        )
 
     @property
     def sampling_rate(self) -> float:
@@ -104,20 +124,37 @@ class Plan:
     def _statement(self) -> list[tuple[str, str]]:
         return [
             ("what is protected", "one record: whether it is in the data set or not (add or remove one)"),
-            ("epsilon", f"{self.epsilon():.4g} after all {self.steps} steps"
-             + (f" (target {self.target_epsilon:g})" if self.target_epsilon is not None else "")
-             + ("" if self.public_geometry else ": the geometry was built from the private records")),
+            (
+                "epsilon",
+                f"{self.epsilon():.4g} after all {self.steps} steps"
+                + (f" (target {self.target_epsilon:g})" if self.target_epsilon is not None else "")
+                + ("" if self.public_geometry else ": the geometry was built from the private records"),
+            ),
             ("delta", f"{self.delta:.3g} (1/N = {1 / self.records:.3g})"),
-            ("accountant", {"pld": "privacy loss distribution (upper bound)",
-                            "rdp": "Rényi differential privacy (upper bound, looser than PLD)"}[self.accountant]),
+            (
+                "accountant",
+                {
+                    "pld": "privacy loss distribution (upper bound)",
+                    "rdp": "Rényi differential privacy (upper bound, looser than PLD)",
+                }[self.accountant],
+            ),
             ("records", f"{self.records} (this number is treated as public)"),
-            ("sampling", f"Poisson: each record joins a step with probability {self.sampling_rate:.4g}, "
-             f"{self.batch_size} expected"),
+            (
+                "sampling",
+                f"Poisson: each record joins a step with probability {self.sampling_rate:.4g}, "
+                f"{self.batch_size} expected",
+            ),
             ("steps", f"{self.steps} ({self.steps * self.sampling_rate:.3g} expected passes over the data)"),
             ("geometry", self.geometry),
-            ("clipping", f"each record's mapped gradient to L2 norm {self.clip:g}, over all trainable parameters at once"),
+            (
+                "clipping",
+                f"each record's mapped gradient to L2 norm {self.clip:g}, over all trainable parameters at once",
+            ),
             ("noise", f"{self.noise}, standard deviation {self.noise_multiplier:.4g} x {self.clip:g} on the sum"),
-            ("not covered", "choices made by looking at the private data: hyperparameters, when to stop, data cleaning"),
+            (
+                "not covered",
+                "choices made by looking at the private data: hyperparameters, when to stop, data cleaning",
+            ),
         ]
 
 
@@ -147,11 +184,15 @@ def _steps(records: int, batch_size: int, epochs: float | None, steps: int | Non
 
 def _check_delta(delta: float | None, records: int) -> float:
     if delta is None:
-        raise PrivacyError(f"delta is missing: a common choice for {records} records is {0.1 / records:.1g} (well below 1/N)")
+        raise PrivacyError(
+            f"delta is missing: a common choice for {records} records is {0.1 / records:.1g} (well below 1/N)"
+        )
     if not 0 < delta < 1:
         raise PrivacyError(f"delta={delta}: must lie strictly between 0 and 1")
     if delta > 1 / records:
         warnings.warn(
             f"delta={delta:g} is above 1/N = {1 / records:.3g}: a mechanism that publishes a random record would "
-            "satisfy it. Choose a delta well below 1/N", stacklevel=4)
+            "satisfy it. Choose a delta well below 1/N",
+            stacklevel=4,
+        )
     return float(delta)

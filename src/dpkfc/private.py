@@ -59,8 +59,9 @@ def gather(calls: list[Call]) -> tuple[dict[Slot, Form], int]:
     sizes = {call.batch for call in calls}
     if len(sizes) > 1:
         raise PrivacyError(
-            f"one backward reached forward passes of {sorted(sizes)} samples: row i must be the same sample in all of them. "
-            "Call backward after each forward pass")
+            f"one backward reached forward passes of {sorted(sizes)} samples: row i must be the same sample in all of "
+            "them. Call backward after each forward pass"
+        )
     forms: dict[Slot, list[Form]] = defaultdict(list)
     for call in calls:
         for parameters, form in call.slots():
@@ -72,8 +73,19 @@ class Private:
     """What privacy depends on: the sampler, the sums, the noise, the accountant. Made by `make_private`."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, plan: Plan, geometry: Geometry, noise: Independent, tape: Tape,
-        *, mean_loss: bool, check: bool, seed: int | None, ledger: Ledger | None, grad_scaler: Any,
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        plan: Plan,
+        geometry: Geometry,
+        noise: Independent,
+        tape: Tape,
+        *,
+        mean_loss: bool,
+        check: bool,
+        seed: int | None,
+        ledger: Ledger | None,
+        grad_scaler: Any,
     ) -> None:
         self.plan, self.model, self.optimizer = plan, model, optimizer
         self.loader: PrivateLoader
@@ -124,8 +136,14 @@ class Private:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides model and optimizer; plain JSON. Holds secret keys."""
-        return {"plan": self.plan.to_json(), "step": self.steps, "lost_steps": self._lost_steps, "key": self._key.hex(),
-                "run": self._run, "not_private": vars(self.not_private).copy()}
+        return {
+            "plan": self.plan.to_json(),
+            "step": self.steps,
+            "lost_steps": self._lost_steps,
+            "key": self._key.hex(),
+            "run": self._run,
+            "not_private": vars(self.not_private).copy(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the run that wrote `state`. The plan must be the same.
@@ -136,8 +154,10 @@ class Private:
         """
         if state["plan"] != self.plan.to_json():
             changed = [k for k, v in self.plan.to_json().items() if state["plan"].get(k) != v]
-            raise PrivacyError(f"the checkpoint belongs to another plan: {', '.join(changed)} differ. Make the run private "
-                               "with the same settings to resume it")
+            raise PrivacyError(
+                f"the checkpoint belongs to another plan: {', '.join(changed)} differ. Make the run private "
+                "with the same settings to resume it"
+            )
         key, lost = bytes.fromhex(state["key"]), int(state["lost_steps"])
         if self._ledger is not None:
             charged = self._ledger.open_run(state["run"], self.plan.mechanism)
@@ -170,8 +190,9 @@ class Private:
         """The loader is about to hand out `chunk`."""
         if chunk.step != self.charged:
             raise PrivacyError(
-                "optimizer.step() was not called for the last batch. Skipping a step because of what is in the batch would "
-                "leak; call step() for every batch. For larger batches set batch_size and max_physical_batch_size")
+                "optimizer.step() was not called for the last batch. Skipping a step because of what is in the batch "
+                "would leak; call step() for every batch. For larger batches set batch_size and max_physical_batch_size"
+            )
         if self._ledger is not None and not self._ledger_open:
             self._ledger.open_run(self._run, self.plan.mechanism)
             self._ledger_open = True
@@ -179,8 +200,9 @@ class Private:
             self._forget_batch()
         elif self._rates_at_partial_step not in (None, self._rates()):
             raise PrivacyError(
-                "a learning-rate scheduler was stepped within one logical batch, which max_physical_batch_size has split. "
-                "Write `if private.took_step: scheduler.step()`")
+                "a learning-rate scheduler was stepped within one logical batch, which max_physical_batch_size has "
+                "split. Write `if private.took_step: scheduler.step()`"
+            )
         self._chunk = chunk
 
     def _rates(self) -> list[float]:
@@ -223,11 +245,15 @@ class Private:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(arg is not None for arg in args[1:]) or kwargs.get("closure") is not None:
-            raise PrivacyError("optimizer.step(closure) evaluates the loss several times a step, which is not accounted for")
+            raise PrivacyError(
+                "optimizer.step(closure) evaluates the loss several times a step, which is not accounted for"
+            )
         chunk = self._chunk
         if chunk is None:
-            raise PrivacyError("optimizer.step() without a batch from private.loader: what is sampled must be what is "
-                               "accounted. Iterate over private.loader and call step() once a batch")
+            raise PrivacyError(
+                "optimizer.step() without a batch from private.loader: what is sampled must be what is "
+                "accounted. Iterate over private.loader and call step() once a batch"
+            )
         self._absorb()
         self.took_step = chunk.last
         if not chunk.last:
@@ -237,9 +263,10 @@ class Private:
             return
         if self._rows != chunk.of:
             raise PrivacyError(
-                f"{chunk.of} samples were drawn for this step but {self._rows} were seen by backward(): every sample must "
-                "be clipped on its own, exactly once. Call backward once for every forward pass, on the batches that "
-                "private.loader yields; weight samples in the loss instead of leaving them out")
+                f"{chunk.of} samples were drawn for this step but {self._rows} were seen by backward(): every sample "
+                "must be clipped on its own, exactly once. Call backward once for every forward pass, on the batches "
+                "that private.loader yields; weight samples in the loss instead of leaving them out"
+            )
         if self.charged >= self.plan.steps:
             raise PrivacyError(f"all {self.plan.steps} planned steps are used up; make a new plan to go on")
         if self._ledger is not None:
@@ -261,11 +288,13 @@ class Private:
             slot, total = self._sums.popitem()
             mapped.update(zip(slot, self._map_of(slot).apply(total), strict=True))
         trainable = [p for p in self._names if p.requires_grad]
-        totals = [mapped[p].contiguous() if p in mapped else torch.zeros_like(p, dtype=at_least_float32(p).dtype)
-                  for p in trainable]
+        totals = [
+            mapped[p].contiguous() if p in mapped else torch.zeros_like(p, dtype=at_least_float32(p).dtype)
+            for p in trainable
+        ]
         self._noise.add_(totals, sub_key(self._key, "noise"), self.plan.noise_scale)
-        for p, total in zip(trainable, totals, strict=True):
-            p.grad = total.div_(self.plan.batch_size).to(p.dtype)
+        for p, noisy in zip(trainable, totals, strict=True):
+            p.grad = noisy.div_(self.plan.batch_size).to(p.dtype)
 
     def _map_of(self, slot: Slot) -> Map:
         return self._geometry.map_of(tuple(self._names[p] for p in slot))
@@ -349,20 +378,34 @@ def make_private(
     if batch_size is None:
         raise PrivacyError("batch_size is missing: the number of records a step is expected to draw")
     if loss_reduction not in ("mean", "sum"):
-        raise PrivacyError(f"loss_reduction={loss_reduction!r}: must be 'mean' or 'sum' over the records of a forward pass")
+        raise PrivacyError(
+            f"loss_reduction={loss_reduction!r}: must be 'mean' or 'sum' over the records of a forward pass"
+        )
     if max_physical_batch_size is not None and max_physical_batch_size < 1:
         raise PrivacyError(f"max_physical_batch_size={max_physical_batch_size}: must be at least 1")
     if any(isinstance(hook, Hook) for hook in model._forward_pre_hooks.values()):
-        raise PrivacyError("the model is already private: call detach() on the handle of the earlier make_private first")
+        raise PrivacyError(
+            "the model is already private: call detach() on the handle of the earlier make_private first"
+        )
     check_model(model)
     check_optimizer(model, optimizer)
     geometry = Identity() if geometry is None else geometry
     noise = Independent() if noise is None else noise
     records = len(data)  # type: ignore[arg-type]
     plan = Plan.make(
-        records=records, batch_size=batch_size, clip=clip, delta=delta, epsilon=epsilon,
-        noise_multiplier=noise_multiplier, epochs=epochs, steps=steps, accountant=accountant, geometry=geometry.name,
-        public_geometry=geometry.public, noise=noise.name)
+        records=records,
+        batch_size=batch_size,
+        clip=clip,
+        delta=delta,
+        epsilon=epsilon,
+        noise_multiplier=noise_multiplier,
+        epochs=epochs,
+        steps=steps,
+        accountant=accountant,
+        geometry=geometry.name,
+        public_geometry=geometry.public,
+        noise=noise.name,
+    )
     tape = Tape(model, partition(model, by_vmap))
     try:
         if loss is not None:
@@ -370,16 +413,41 @@ def make_private(
     except BaseException:
         tape.remove()
         raise
-    private = Private(model, optimizer, plan, geometry, noise, tape, mean_loss=loss_reduction == "mean",
-                      check=check and loss is None, seed=seed, ledger=ledger, grad_scaler=grad_scaler)
+    private = Private(
+        model,
+        optimizer,
+        plan,
+        geometry,
+        noise,
+        tape,
+        mean_loss=loss_reduction == "mean",
+        check=check and loss is None,
+        seed=seed,
+        ledger=ledger,
+        grad_scaler=grad_scaler,
+    )
     private.loader = PrivateLoader(
-        data, options, records, plan.sampling_rate, plan.steps, max_physical_batch_size,
-        lambda: (private.charged, private._key), private._begin, private._empty_step)
+        data,
+        options,
+        records,
+        plan.sampling_rate,
+        plan.steps,
+        max_physical_batch_size,
+        lambda: (private.charged, private._key),
+        private._begin,
+        private._empty_step,
+    )
     return private
 
 
-def _try_loss(model: nn.Module, tape: Tape, data: Any, options: dict[str, Any], loss: Callable[[nn.Module, Any], Tensor],
-              mean_loss: bool) -> None:
+def _try_loss(
+    model: nn.Module,
+    tape: Tape,
+    data: Any,
+    options: dict[str, Any],
+    loss: Callable[[nn.Module, Any], Tensor],
+    mean_loss: bool,
+) -> None:
     rows = min(ROWS, len(data))
     if rows < 2:
         return

@@ -46,35 +46,55 @@ def split(step: int, rows: list[int], at_most: int | None) -> Iterator[tuple[Chu
         yield Chunk(step, len(part), len(rows), first=start == 0, last=start + size >= len(rows)), part
 
 
-KEPT_OPTIONS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
-                "prefetch_factor")
+KEPT_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+)
 
 
 def read_dataset(data: Any) -> tuple[Dataset[Any], dict[str, Any], int | None]:
     """The data set behind `data`, the loader options to keep, and a loader's batch size."""
-    if not isinstance(data, DataLoader):
-        dataset, options, batch_size = data, {}, None
-    else:
+    dataset: Any = data
+    options: dict[str, Any] = {}
+    batch_size = None
+    if isinstance(data, DataLoader):
         sampler = data.batch_sampler if data.batch_size is None else data.sampler
         if type(sampler) not in (SequentialSampler, RandomSampler) or getattr(sampler, "replacement", False):
             raise PrivacyError(
-                f"the DataLoader draws with {type(sampler).__name__}: the accounting holds for Poisson sampling only, in "
-                "which every record has the same chance at every step. Pass a DataLoader without a sampler of its own, "
-                "or the data set")
+                f"the DataLoader draws with {type(sampler).__name__}: the accounting holds for Poisson sampling only, "
+                "in which every record has the same chance at every step. Pass a DataLoader without a sampler of its "
+                "own, or the data set"
+            )
         dataset, batch_size = data.dataset, data.batch_size
         options = {name: getattr(data, name) for name in KEPT_OPTIONS}
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)):
-        raise PrivacyError(f"{type(dataset).__name__} has no length and no index: Poisson sampling must be able to draw "
-                           "any record at any step. Use a map-style Dataset")
-    return dataset, options, batch_size
+        raise PrivacyError(
+            f"{type(dataset).__name__} has no length and no index: Poisson sampling must be able to draw "
+            "any record at any step. Use a map-style Dataset"
+        )
+    found: Dataset[Any] = dataset  # type: ignore[assignment]
+    return found, options, batch_size
 
 
 class PrivateLoader:
-    """Iterating yields the batches of all planned steps that are left, as the data set's collate function makes them."""
+    """Iterating yields the batches of all planned steps that are left, as the collate function makes them."""
 
     def __init__(
-        self, dataset: Dataset[Any], options: dict[str, Any], records: int, rate: float, steps: int, at_most: int | None,
-        position: Callable[[], tuple[int, bytes]], begin: Callable[[Chunk], None], empty_step: Callable[[Chunk], None],
+        self,
+        dataset: Dataset[Any],
+        options: dict[str, Any],
+        records: int,
+        rate: float,
+        steps: int,
+        at_most: int | None,
+        position: Callable[[], tuple[int, bytes]],
+        begin: Callable[[Chunk], None],
+        empty_step: Callable[[Chunk], None],
     ) -> None:
         self.dataset, self._options, self._records, self._rate = dataset, options, records, rate
         self._steps, self._at_most = steps, at_most
@@ -87,9 +107,10 @@ class PrivateLoader:
     def __iter__(self) -> Iterator[Any]:
         if not len(self):
             warnings.warn(
-                f"all {self._steps} planned steps have been taken: private.loader yields nothing more. One pass over it is "
-                "the whole plan; for a loop over epochs write `for epoch in private.epochs(): for batch in epoch:`",
-                stacklevel=2)
+                f"all {self._steps} planned steps have been taken: private.loader yields nothing more. One pass over "
+                "it is the whole plan; for a loop over epochs write `for epoch in private.epochs(): for batch in epoch:`",
+                stacklevel=2,
+            )
         yield from self.take(len(self))
 
     def take(self, steps: int) -> Iterator[Any]:

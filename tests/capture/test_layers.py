@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from oracle import captured_norms, reference_grads, reference_norms, reference_sum, relative_error
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.data import TensorDataset
 
 import dpkfc
+from oracle import captured_norms, reference_grads, reference_norms, reference_sum, relative_error
 
 BATCH = 7
 
@@ -196,18 +196,30 @@ CASES = [
     Case("bare_parameters", Bare, lambda: floats(4, 3)),
     Case("broadcast_positions", Positions, lambda: ids(5)),
     Case("attention", Attention, lambda: floats(BATCH, 6)),
-    Case("lstm", lambda: Recurrent(nn.LSTM(3, 4, num_layers=2, batch_first=True, bidirectional=True)), lambda: floats(5, 3)),
+    Case(
+        "lstm",
+        lambda: Recurrent(nn.LSTM(3, 4, num_layers=2, batch_first=True, bidirectional=True)),
+        lambda: floats(5, 3),
+    ),
     Case("lstm_no_bias", lambda: Recurrent(nn.LSTM(3, 4, batch_first=True, bias=False)), lambda: floats(5, 3)),
     Case("gru", lambda: Recurrent(nn.GRU(3, 4, num_layers=2, batch_first=True)), lambda: floats(5, 3)),
     Case("rnn", lambda: Recurrent(nn.RNN(3, 4, batch_first=True, bidirectional=True)), lambda: floats(5, 3)),
     Case("rnn_relu", lambda: Recurrent(nn.RNN(3, 4, batch_first=True, nonlinearity="relu")), lambda: floats(5, 3)),
-    Case("encoder_layer", lambda: nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True), lambda: floats(4, 6)),
+    Case(
+        "encoder_layer",
+        lambda: nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True),
+        lambda: floats(4, 6),
+    ),
     Case("windows_in_the_batch", Folded, lambda: floats(6, 4)),
     Case("subclass", lambda: Doubled(5, 3), lambda: floats(5)),
     Case("weight_norm", lambda: parametrizations.weight_norm(nn.Linear(5, 3)), lambda: floats(5)),
     Case("bilinear", lambda: nn.Sequential(SelfBilinear()), lambda: floats(4)),
     Case("prelu", lambda: nn.Sequential(nn.Linear(4, 4), nn.PReLU()), lambda: floats(4)),
-    Case("inplace_relu", lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3)), lambda: floats(4)),
+    Case(
+        "inplace_relu",
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3)),
+        lambda: floats(4),
+    ),
 ]
 
 
@@ -238,13 +250,21 @@ def _conv_cases() -> list[Case]:
             "replicate": {"kernel_size": 3, "padding": 1, "padding_mode": "replicate"},
             "circular": {"kernel_size": 3, "padding": 1, "padding_mode": "circular", "stride": 2},
         }.items():
+
             def build(kind=kind, options=options):
                 return kind(4, 8, **options)
+
             cases.append(Case(f"conv{dims}d_{label}", build, lambda space=space: floats(4, *space)))
     cases.append(Case("conv2d_one_channel", lambda: nn.Conv2d(1, 5, 3, stride=2, padding=1), lambda: floats(1, 8, 7)))
     cases.append(Case("conv2d_few_positions", lambda: nn.Conv2d(24, 32, 3), lambda: floats(24, 4, 4)))
     cases.append(Case("conv2d_one_position", lambda: nn.Conv2d(24, 32, 3), lambda: floats(24, 3, 3)))
-    cases.append(Case("conv2d_uneven_kernel", lambda: nn.Conv2d(3, 4, (1, 3), stride=(2, 1), padding=(0, 2)), lambda: floats(3, 6, 5)))
+    cases.append(
+        Case(
+            "conv2d_uneven_kernel",
+            lambda: nn.Conv2d(3, 4, (1, 3), stride=(2, 1), padding=(0, 2)),
+            lambda: floats(3, 6, 5),
+        )
+    )
     cases.append(Case("conv2d_grouped_wide", lambda: nn.Conv2d(32, 64, 3, groups=2), lambda: floats(32, 4, 4)))
     return cases
 
@@ -284,8 +304,16 @@ def private_sum(model: nn.Module, inputs: Tensor, clip: float, chunk: int | None
     """The clipped sum through the whole pipeline, without noise, in physical chunks."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     private = dpkfc.make_private(
-        model, optimizer, TensorDataset(inputs), noise_multiplier=0.0, delta=1e-5, steps=1, batch_size=BATCH, clip=clip,
-        max_physical_batch_size=chunk)
+        model,
+        optimizer,
+        TensorDataset(inputs),
+        noise_multiplier=0.0,
+        delta=1e-5,
+        steps=1,
+        batch_size=BATCH,
+        clip=clip,
+        max_physical_batch_size=chunk,
+    )
     for (x,) in private.loader:
         loss_of(model, x).backward()
         optimizer.step()
@@ -296,9 +324,27 @@ def private_sum(model: nn.Module, inputs: Tensor, clip: float, chunk: int | None
     return grads
 
 
-@pytest.mark.parametrize("case", [c for c in ALL if c.name in (
-    "linear_tokens", "linear_gram", "conv2d_plain", "conv2d_few_positions", "embedding", "layernorm_tokens", "groupnorm",
-    "tied_head_wide", "bare_parameters", "attention")], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        c
+        for c in ALL
+        if c.name
+        in (
+            "linear_tokens",
+            "linear_gram",
+            "conv2d_plain",
+            "conv2d_few_positions",
+            "embedding",
+            "layernorm_tokens",
+            "groupnorm",
+            "tied_head_wide",
+            "bare_parameters",
+            "attention",
+        )
+    ],
+    ids=lambda case: case.name,
+)
 def test_bfloat16_models_are_clipped_in_float32(case: Case) -> None:
     """The contribution of every sample, taken alone, has norm at most C, whatever dtype the model computes in."""
     torch.manual_seed(1)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import captured_norms, reference_grads, reference_norms, reference_sum, relative_error
 from torch import Tensor, nn
 
 import dpkfc
+from oracle import captured_norms, reference_grads, reference_norms, reference_sum, relative_error
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -19,20 +19,39 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 
 
 def bert() -> nn.Module:
-    config = transformers.BertConfig(**SIZES, vocab_size=VOCABULARY, max_position_embeddings=16, num_labels=3,
-                                     hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config = transformers.BertConfig(
+        **SIZES,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=16,
+        num_labels=3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     return transformers.BertForSequenceClassification(config)
 
 
 def masked_bert() -> nn.Module:
-    config = transformers.BertConfig(**SIZES, vocab_size=VOCABULARY, max_position_embeddings=16,
-                                     hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config = transformers.BertConfig(
+        **SIZES,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     return transformers.BertForMaskedLM(config)
 
 
 def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=VOCABULARY, n_positions=16,
-                                     resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    config = transformers.GPT2Config(
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        vocab_size=VOCABULARY,
+        n_positions=16,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -42,8 +61,15 @@ def llama() -> nn.Module:
 
 
 def vit() -> nn.Module:
-    config = transformers.ViTConfig(**SIZES, image_size=8, patch_size=4, num_channels=3, num_labels=3,
-                                    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config = transformers.ViTConfig(
+        **SIZES,
+        image_size=8,
+        patch_size=4,
+        num_channels=3,
+        num_labels=3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     return transformers.ViTForImageClassification(config)
 
 
@@ -93,7 +119,9 @@ def make(name: str) -> tuple[nn.Module, dict[str, Tensor], Any]:
     torch.manual_seed(2)
     build, inputs, loss = CASES[name]
     model, batch = build().train(), inputs()
-    batch["target"] = torch.randint(VOCABULARY, (BATCH, LENGTH)) if loss is predict_tokens else torch.randint(3, (BATCH,))
+    batch["target"] = (
+        torch.randint(VOCABULARY, (BATCH, LENGTH)) if loss is predict_tokens else torch.randint(3, (BATCH,))
+    )
     return model, batch, loss
 
 
@@ -107,8 +135,18 @@ def test_full_fine_tuning_equals_one_pass_a_sample(name: str) -> None:
     clip = float(norms.median())
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
     records = [{k: v[i] for k, v in batch.items()} for i in range(BATCH)]
-    private = dpkfc.make_private(model, optimizer, records, noise_multiplier=0.0, delta=1e-5, steps=1, batch_size=BATCH,
-                                 clip=clip, loss=loss, max_physical_batch_size=3)
+    private = dpkfc.make_private(
+        model,
+        optimizer,
+        records,
+        noise_multiplier=0.0,
+        delta=1e-5,
+        steps=1,
+        batch_size=BATCH,
+        clip=clip,
+        loss=loss,
+        max_physical_batch_size=3,
+    )
     for part in private.loader:
         loss(model, part).backward()
         optimizer.step()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from typing import Any
+from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,8 +22,14 @@ RECORDS = 40
 def small_cnn(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 8), nn.Tanh(),
-        nn.Linear(8, 3)).to(dtype)
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(64, 8),
+        nn.Tanh(),
+        nn.Linear(8, 3),
+    ).to(dtype)
 
 
 def images(dtype: torch.dtype = torch.float32) -> TensorDataset:
@@ -135,7 +140,9 @@ class TestEveryParameter:
                 loss_of(model, batch).backward()
         assert private.epsilon() == 0
         private.detach()
-        private, optimizer = start(model, images(), by_vmap=[""], clip=1e9, noise_multiplier=0.0, batch_size=RECORDS, steps=1)
+        private, optimizer = start(
+            model, images(), by_vmap=[""], clip=1e9, noise_multiplier=0.0, batch_size=RECORDS, steps=1
+        )
         (grads,) = run(private, model, optimizer)
         private.detach()
         model.zero_grad()
@@ -145,7 +152,7 @@ class TestEveryParameter:
     def test_an_unfrozen_parameter_used_outside_its_module_is_refused_too(self) -> None:
         model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3), nn.Linear(3, 3))
         model[2].requires_grad_(False)
-        private, _ = start(model, images())
+        start(model, images())
         model[2].requires_grad_(True)
         with pytest.raises(dpkfc.PrivacyError, match=r"2\.weight"):
             model[2].weight.sum().backward()
@@ -153,8 +160,15 @@ class TestEveryParameter:
     def test_missing_and_foreign_parameters_are_refused(self) -> None:
         model = small_cnn()
         with pytest.raises(dpkfc.PrivacyError, match=r"missing from the optimizer: 0\.weight"):
-            dpkfc.make_private(model, torch.optim.SGD(model[-1].parameters(), 0.1), images(), noise_multiplier=1.0,
-                               delta=1e-5, steps=1, batch_size=4)
+            dpkfc.make_private(
+                model,
+                torch.optim.SGD(model[-1].parameters(), 0.1),
+                images(),
+                noise_multiplier=1.0,
+                delta=1e-5,
+                steps=1,
+                batch_size=4,
+            )
         foreign = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], 0.1)
         with pytest.raises(dpkfc.PrivacyError, match="1 parameters that are not in the model"):
             dpkfc.make_private(model, foreign, images(), noise_multiplier=1.0, delta=1e-5, steps=1, batch_size=4)
@@ -231,8 +245,17 @@ class TestNotFinite:
                 weights = torch.ones(BATCH)
                 weights[2] = 1.0 if math.isnan(value) else 0.0
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-                private = dpkfc.make_private(model, optimizer, TensorDataset(inputs, weights), noise_multiplier=0.0, delta=1e-5,
-                                             steps=1, batch_size=BATCH, clip=0.1, check=False)
+                private = dpkfc.make_private(
+                    model,
+                    optimizer,
+                    TensorDataset(inputs, weights),
+                    noise_multiplier=0.0,
+                    delta=1e-5,
+                    steps=1,
+                    batch_size=BATCH,
+                    clip=0.1,
+                    check=False,
+                )
                 for x, w in private.loader:
                     (model(x).flatten(1).cos().sum(1) * w).mean().backward()
                     optimizer.step()
@@ -254,16 +277,19 @@ class TestEmptyBatches:
         assert private.steps == 30 and seen < 30, "with a rate of 1/3, some of 30 batches are empty"
         assert all((p != b).any() for p, b in zip(model.parameters(), before, strict=True))
 
-    def test_a_run_of_empty_batches_only_is_pure_noise_of_the_right_size(self) -> None:
-        model = nn.Linear(100, 100)
-        data = TensorDataset(torch.zeros(10**6, 1).expand(-1, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        torch.nn.init.zeros_(model.weight)
-        private = dpkfc.make_private(model, optimizer, data, noise_multiplier=2.0, delta=1e-7, steps=1, batch_size=1, clip=3.0, seed=5)
-        seen = [x for x in private.loader]  # the seed draws no record: rate 1e-6 of a million
-        if not seen:
-            assert private.steps == 1
-            assert abs(model.weight.std() / 6.0 - 1) < 0.05
+    def test_a_step_without_records_is_pure_noise_of_the_right_size(self) -> None:
+        for seed in range(50):  # until a seed draws no record: one in e does
+            model = nn.Linear(100, 100)
+            nn.init.zeros_(model.weight)
+            data = TensorDataset(torch.zeros(10**5, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            settings = {"noise_multiplier": 2.0, "delta": 1e-7, "steps": 1, "batch_size": 1, "clip": 3.0}
+            private = dpkfc.make_private(model, optimizer, data, **settings, seed=seed)
+            if not list(private.loader):
+                assert private.steps == 1
+                assert abs(model.weight.std() / (2.0 * 3.0) - 1) < 0.05
+                return
+        raise AssertionError("no empty batch in 50 tries")
 
     def test_division_is_by_the_expected_batch_size(self) -> None:
         model = small_cnn()
@@ -304,12 +330,15 @@ class TestSampling:
         assert abs(variance / (records * rate * (1 - rate)) - 1) < 0.1, "batch sizes are not binomial"
         assert abs(pairs - steps * rate**2) < 5 * math.sqrt(steps * rate**2), "two records are not drawn independently"
 
-    @pytest.mark.parametrize("build", [
-        lambda data: DataLoader(data, batch_size=4, sampler=WeightedRandomSampler(torch.ones(RECORDS), 10)),
-        lambda data: DataLoader(data, batch_sampler=[[0, 1], [2, 3]]),
-        lambda data: DataLoader(data, batch_size=4, sampler=torch.utils.data.RandomSampler(data, replacement=True)),
-        lambda data: iter(data),
-    ])
+    @pytest.mark.parametrize(
+        "build",
+        [
+            lambda data: DataLoader(data, batch_size=4, sampler=WeightedRandomSampler(torch.ones(RECORDS), 10)),
+            lambda data: DataLoader(data, batch_sampler=[[0, 1], [2, 3]]),
+            lambda data: DataLoader(data, batch_size=4, sampler=torch.utils.data.RandomSampler(data, replacement=True)),
+            lambda data: iter(data),
+        ],
+    )
     def test_foreign_samplers_are_refused(self, build: Any) -> None:
         with pytest.raises(dpkfc.PrivacyError, match="Poisson"):
             start(small_cnn(), build(images()))
@@ -323,8 +352,15 @@ class TestSampling:
             return torch.utils.data.default_collate(records)
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        private = dpkfc.make_private(model, optimizer, DataLoader(data, batch_size=8, shuffle=True, collate_fn=collate),
-                                     noise_multiplier=1.0, delta=1e-5, epochs=2, seed=1)
+        private = dpkfc.make_private(
+            model,
+            optimizer,
+            DataLoader(data, batch_size=8, shuffle=True, collate_fn=collate),
+            noise_multiplier=1.0,
+            delta=1e-5,
+            epochs=2,
+            seed=1,
+        )
         assert private.plan.batch_size == 8 and private.plan.steps == 10
         run(private, model, optimizer)
         assert len(seen) == 10 and len(set(seen)) > 1
@@ -379,8 +415,9 @@ class TestNoise:
     @pytest.mark.parametrize("chunk", [None, 7, 1])
     def test_total_variance_does_not_depend_on_chunks(self, chunk: int | None) -> None:
         model = small_cnn()
-        private, optimizer = start(model, images(), max_physical_batch_size=chunk, noise_multiplier=3.0, clip=1e-6, steps=40,
-                                   batch_size=20)
+        private, optimizer = start(
+            model, images(), max_physical_batch_size=chunk, noise_multiplier=3.0, clip=1e-6, steps=40, batch_size=20
+        )
         noise = torch.cat([flat(grads) * 20 for grads in run(private, model, optimizer)])
         assert len(noise) > 20_000
         assert abs(noise.std() / 3e-6 - 1) < 0.02
@@ -428,7 +465,6 @@ class TestNoise:
             private, optimizer = start(model, data, lr=0.1)
             for batch in private.loader:
                 if disturb:
-                    np.random.default_rng().normal()
                     torch.manual_seed(7)
                 loss_of(model, batch).backward()
                 optimizer.step()
@@ -472,7 +508,9 @@ class TestWhatIsNotPrivateSaysSo:
 class TestCopies:
     """A copy of the model is a plain model, so that averaging or saving it cannot touch the run."""
 
-    @pytest.mark.parametrize("copying", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+    @pytest.mark.parametrize(
+        "copying", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+    )
     def test_a_copy_is_plain_and_independent(self, copying: Any) -> None:
         model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.PReLU(4), nn.Linear(4, 3))
         private, optimizer = start(model, images())
@@ -506,8 +544,9 @@ class TestGeometryIsBlind:
     def test_the_geometry_sees_the_same_whatever_the_data(self) -> None:
         seen = []
         for seed in (1, 2):
+
             class Spy(dpkfc.Identity):
-                log: list[Any] = []
+                log: ClassVar[list[Any]] = []
 
                 def map_of(self, parameters: tuple[str, ...]) -> Any:
                     self.log.append(parameters)

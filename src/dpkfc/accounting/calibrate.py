@@ -63,7 +63,9 @@ def calibrate_noise(
     evaluation at the returned value: it is at most the target.
     """
     if not (epsilon > 0 and math.isfinite(epsilon)):
-        raise PrivacyError(f"epsilon={epsilon}: must be positive and finite; for a non-private run pass noise_multiplier=0")
+        raise PrivacyError(
+            f"epsilon={epsilon}: must be positive and finite; for a non-private run pass noise_multiplier=0"
+        )
     fine = _resolution(epsilon)
     epsilon_spent([], delta, accountant)  # the arguments are sound
 

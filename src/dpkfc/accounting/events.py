@@ -50,5 +50,7 @@ class Mechanism:
         fields = dict(fields)
         kind = fields.pop("mechanism", None)
         if kind != "poisson-gaussian":
-            raise PrivacyError(f"unknown mechanism {kind!r}: this file was written by a newer dpkfc; upgrade to read it")
+            raise PrivacyError(
+                f"unknown mechanism {kind!r}: this file was written by a newer dpkfc; upgrade to read it"
+            )
         return Mechanism(**fields)  # type: ignore[arg-type]

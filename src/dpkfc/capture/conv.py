@@ -49,13 +49,25 @@ def patches(module: Conv, padded: Tensor) -> Tensor:
 
 def _weight_gradient(module: Conv, padded: Tensor, delta: Tensor, weight: Tensor, groups: int) -> Tensor:
     space = len(module.kernel_size)
-    used = [d * (k - 1) + s * (n - 1) + 1 for d, k, s, n in zip(
-        module.dilation, module.kernel_size, module.stride, delta.shape[2:], strict=True)]
+    used = [
+        d * (k - 1) + s * (n - 1) + 1
+        for d, k, s, n in zip(module.dilation, module.kernel_size, module.stride, delta.shape[2:], strict=True)
+    ]
     for dim, size in enumerate(used):  # rows past the last stride take no part
         padded = padded.narrow(2 + dim, 0, size)
     grads = torch.ops.aten.convolution_backward(
-        delta, padded, weight, None, list(module.stride), [0] * space, list(module.dilation), False, [0] * space,
-        groups, [False, True, False])
+        delta,
+        padded,
+        weight,
+        None,
+        list(module.stride),
+        [0] * space,
+        list(module.dilation),
+        False,
+        [0] * space,
+        groups,
+        [False, True, False],
+    )
     assert isinstance(grads[1], Tensor)
     return grads[1]
 
@@ -73,8 +85,9 @@ class Patches:
         inputs = self.padded.numel() + self.delta.numel()
         block = max(1, ROOM * inputs // self.module.weight.numel())
         pieces = zip(self.padded.split(block), self.delta.split(block), strict=True)
-        return torch.cat([sum_of_squares(metric.apply(Patches(self.module, x, d, self.ones).per_sample()))
-                          for x, d in pieces])
+        return torch.cat(
+            [sum_of_squares(metric.apply(Patches(self.module, x, d, self.ones).per_sample())) for x, d in pieces]
+        )
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
         delta = at_least_float32(self.delta)
@@ -92,8 +105,12 @@ class Patches:
         else:
             stacked = torch.empty(batch * shape[0], *shape[1:], dtype=delta.dtype, device=delta.device)
             weight = _weight_gradient(
-                self.module, padded.flatten(0, 1).unsqueeze(0), delta.flatten(0, 1).unsqueeze(0), stacked,
-                batch * self.module.groups).view(batch, *shape)
+                self.module,
+                padded.flatten(0, 1).unsqueeze(0),
+                delta.flatten(0, 1).unsqueeze(0),
+                stacked,
+                batch * self.module.groups,
+            ).view(batch, *shape)
         return [weight, delta.flatten(2).sum(2)] if self.ones else [weight]
 
     def masked(self, keep: Tensor) -> Patches:
@@ -109,7 +126,9 @@ def conv(module: nn.Module, x: Tensor, delta: Tensor, wanted: set[str], joint: b
         name = ("weight", "bias") if joint else ("weight",)
         slots.append((name, _weight_form(module, pad_input(module, x), delta, joint, batch)))
     if "bias" in wanted and not joint:
-        slots.append((("bias",), Dense([at_least_float32(delta).flatten(2).sum(2).view(batch, -1, delta.shape[1]).sum(1)])))
+        slots.append(
+            (("bias",), Dense([at_least_float32(delta).flatten(2).sum(2).view(batch, -1, delta.shape[1]).sum(1)]))
+        )
     return slots
 
 

@@ -22,7 +22,7 @@ class Rows:
 
     def squared_norms(self, metric: Map) -> Tensor:
         """Positions of a sample with the same id fall on the same row, so they are added before squaring."""
-        batch, length = self.ids.shape
+        batch = len(self.ids)
         offsets = torch.arange(batch, device=self.ids.device).unsqueeze(1) * self.count
         keys, inverse = torch.unique(self.ids + offsets, return_inverse=True)
         values = at_least_float32(self.values).flatten(0, 1)

@@ -37,7 +37,11 @@ def parameters_replaced(module: nn.Module, replacement: dict[int, Tensor]) -> It
 
 
 def run_under_vmap(
-    unit: Unit, original: Callable[..., Any], copies: dict[str, Tensor], batch: int, args: tuple[Any, ...],
+    unit: Unit,
+    original: Callable[..., Any],
+    copies: dict[str, Tensor],
+    batch: int,
+    args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     """The module's output with parameters ``copies[name][i]`` for sample i; batch dimension in front."""
@@ -55,7 +59,8 @@ def run_under_vmap(
     def one(parameters: list[Tensor], sample: list[Tensor]) -> list[Tensor]:
         own = iter(sample)
         call_args, call_kwargs = tree_unflatten(
-            [next(own).unsqueeze(0) if is_batched else x for x, is_batched in zip(leaves, batched, strict=True)], spec)
+            [next(own).unsqueeze(0) if is_batched else x for x, is_batched in zip(leaves, batched, strict=True)], spec
+        )
         replacement = {id(unit.parameters[name]): p for name, p in zip(names, parameters, strict=True)}
         with parameters_replaced(module, replacement):
             out = original(*call_args, **call_kwargs)
@@ -72,7 +77,8 @@ def run_under_vmap(
         raise PrivacyError(
             f"module '{unit.name}' ({type(module).__name__}) owns parameters, has no fast path, and does not run under "
             f"torch.vmap: {problem}. Build it from standard layers, move its own parameters into a submodule of their "
-            "own, or freeze it") from problem
+            "own, or freeze it"
+        ) from problem
 
 
 def _position_of_unbatched_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -81,6 +87,8 @@ def _position_of_unbatched_mask(module: nn.Module, args: tuple[Any, ...], kwargs
         return None
     mask = inspect.signature(nn.MultiheadAttention.forward).bind(module, *args, **kwargs).arguments.get("attn_mask")
     if isinstance(mask, Tensor) and mask.dim() == 3:
-        raise PrivacyError("MultiheadAttention with a three-dimensional attn_mask is not supported: pass one mask for "
-                           "all samples ([L, S]) and the padding of each sample as key_padding_mask ([batch, S])")
+        raise PrivacyError(
+            "MultiheadAttention with a three-dimensional attn_mask is not supported: pass one mask for "
+            "all samples ([L, S]) and the padding of each sample as key_padding_mask ([batch, S])"
+        )
     return mask

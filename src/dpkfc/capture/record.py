@@ -142,8 +142,16 @@ def join(forms: list[Form]) -> Form:
     outers = [form for form in forms if isinstance(form, Outer)]
     rows = [form for form in forms if isinstance(form, Rows)]
     if len(outers) + len(rows) == len(forms) and len({outer.transposed for outer in outers}) <= 1:
-        outer = Outer(torch.cat([o.left for o in outers], 1), torch.cat([o.right for o in outers], 1),
-                      outers[0].ones, outers[0].transposed) if outers else None
+        outer = (
+            Outer(
+                torch.cat([o.left for o in outers], 1),
+                torch.cat([o.right for o in outers], 1),
+                outers[0].ones,
+                outers[0].transposed,
+            )
+            if outers
+            else None
+        )
         row = Rows.cat(rows) if rows else None
         if outer is None and row is not None:
             return row

@@ -1,8 +1,8 @@
 """LSTM, GRU and RNN step by step, since the fused kernels do not run under vmap.
 
-    LSTM  i, f, g, o = W_ih x + b_ih + W_hh h + b_hh;  c' = σ(f) c + σ(i) tanh(g);  h' = σ(o) tanh(c')
-    GRU   r, z, n    = ...;  n = tanh(W_in x + b_in + r (W_hn h + b_hn));  h' = (1 - z) n + z h
-    RNN   h' = tanh(W_ih x + b_ih + W_hh h + b_hh), or relu
+LSTM  i, f, g, o = W_ih x + b_ih + W_hh h + b_hh;  c' = σ(f) c + σ(i) tanh(g);  h' = σ(o) tanh(c')
+GRU   r, z, n    = ...;  n = tanh(W_in x + b_in + r (W_hn h + b_hn));  h' = (1 - z) n + z h
+RNN   h' = tanh(W_ih x + b_ih + W_hh h + b_hh), or relu
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def run(module: Recurrent, copies: dict[str, Tensor], batch: int, args: tuple[An
     """The module's output with one copy of the parameters a sample."""
     x, state = _arguments(*args, **kwargs)
     if not isinstance(x, Tensor):
-        raise PrivacyError(f"{type(module).__name__}: packed sequences mix the samples; pad them and mask the loss instead")
+        raise PrivacyError(
+            f"{type(module).__name__}: packed sequences mix the samples; pad them and mask the loss instead"
+        )
     if module.proj_size:
         raise PrivacyError(f"{type(module).__name__}: proj_size is not supported; add a Linear after it")
     fixed = {name: p for name, p in module.named_parameters() if name not in copies}
@@ -49,7 +51,8 @@ def _unroll(
     module: Recurrent, parameters: dict[str, Tensor], x: Tensor, h0: Tensor, c0: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One sample, x [T, features]; states [layers, hidden]."""
-    last_h, last_c = [], []
+    last_h: list[Tensor] = []
+    last_c: list[Tensor] = []
     for layer in range(module.num_layers):
         directions = []
         for direction in range(2 if module.bidirectional else 1):

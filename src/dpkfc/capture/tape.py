@@ -155,8 +155,7 @@ class Tape:
             return after(unit, args, kwargs, out)
 
         self._handles.append(module.register_forward_pre_hook(Hook(pre), with_kwargs=True))
-        self._handles.append(
-            module.register_forward_hook(Hook(post), with_kwargs=True, prepend=True, always_call=True))
+        self._handles.append(module.register_forward_hook(Hook(post), with_kwargs=True, prepend=True, always_call=True))
 
     # -- layers with a fast path
 
@@ -168,10 +167,11 @@ class Tape:
         if not trainable:
             return None
         x, batch = _input_of(args, kwargs), self._batch_of(unit)
-        if x.dim() == 0 or x.shape[0] % batch and x.shape[0] != 1:
+        if x.dim() == 0 or (x.shape[0] % batch and x.shape[0] != 1):
             raise PrivacyError(
                 f"module '{unit.name}' got an input of shape {list(x.shape)} in a batch of {batch} samples: its first "
-                "dimension must hold the samples. Use batch_first=True, or keep the batch in front when reshaping")
+                "dimension must hold the samples. Use batch_first=True, or keep the batch in front when reshaping"
+            )
         if x.shape[0] == 1 and batch > 1:  # one input for all samples: give every sample its own
             expanded = x.expand(batch, *x.shape[1:])
             if args:
@@ -199,7 +199,8 @@ class Tape:
             if a._version != version:
                 raise PrivacyError(
                     f"the input of module '{unit.name}' was changed in place after the module had used it; "
-                    "its gradient would be wrong. Use the out-of-place operation")
+                    "its gradient would be wrong. Use the out-of-place operation"
+                )
             self._append(Call(unit, wanted, batch, a, delta))
 
         anchored = None if out.requires_grad else _Anchor.apply(out, self._anchor, True)
@@ -212,7 +213,9 @@ class Tape:
         trainable = self._trainable(unit)
         unit.lent.append(trainable)
         for name, p in trainable.items():
-            unit.module._parameters[name] = self._copies(unit, name, p.detach().expand(self._batch_of(unit), *p.shape[1:]))  # type: ignore[assignment]
+            unit.module._parameters[name] = self._copies(
+                unit, name, p.detach().expand(self._batch_of(unit), *p.shape[1:])
+            )  # type: ignore[assignment]
 
     def _give_back(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if unit.lent:
@@ -245,23 +248,29 @@ class Tape:
 
     def _batch_of(self, unit: Unit) -> int:
         if self.batch is None:
-            raise PrivacyError(f"module '{unit.name}' ran outside the model's own forward: call the model itself, model(...)")
+            raise PrivacyError(
+                f"module '{unit.name}' ran outside the model's own forward: call the model itself, model(...)"
+            )
         return self.batch
 
     def _append(self, call: Call) -> None:
         if call.delta.requires_grad:
-            raise PrivacyError("backward(create_graph=True) is not supported: a private gradient has no second derivative")
+            raise PrivacyError(
+                "backward(create_graph=True) is not supported: a private gradient has no second derivative"
+            )
         self.calls.append(call)
         self.on_gradient()
 
     def _watch_for_bypass(self, p: nn.Parameter, name: str, unit: Unit) -> None:
         """Autograd never reaches a captured parameter, unless it was used outside its module."""
+
         def refuse(p: Tensor) -> None:
             p.grad = None
             raise PrivacyError(
                 f"parameter '{name}' was used outside the forward of module '{unit.name or 'the model'}', so its "
                 "gradient cannot be clipped per sample. Call the module itself, or name the module that uses it in "
-                "make_private(by_vmap=[...])")
+                "make_private(by_vmap=[...])"
+            )
 
         frozen = not p.requires_grad  # it may be unfrozen later, and only then can be watched
         p.requires_grad_(True)

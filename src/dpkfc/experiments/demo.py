@@ -39,8 +39,14 @@ def run_demo(epsilon: float, delta: float, epochs: float, seed: int | None, cons
     for heading in ("test accuracy", "epsilon spent", "sigma", "steps", "samples/s"):
         table.add_column(heading, justify="right")
     for row in outcomes:
-        table.add_row(row.method, f"{row.accuracy:.1%}", f"{row.epsilon:.3f}", f"{row.noise_multiplier:.3f}",
-                      str(row.steps), f"{row.samples_per_second:,.0f}")
+        table.add_row(
+            row.method,
+            f"{row.accuracy:.1%}",
+            f"{row.epsilon:.3f}",
+            f"{row.noise_multiplier:.3f}",
+            str(row.steps),
+            f"{row.samples_per_second:,.0f}",
+        )
     console.print(table)
     return outcomes
 
@@ -54,8 +60,17 @@ def train_dp_sgd(epsilon: float, delta: float, epochs: float, seed: int | None, 
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     with console.status("calibrating the noise"):
         private = dpkfc.make_private(
-            model, optimizer, train, epsilon=epsilon, delta=delta, epochs=epochs, batch_size=BATCH_SIZE, clip=CLIP,
-            seed=seed, loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
+            model,
+            optimizer,
+            train,
+            epsilon=epsilon,
+            delta=delta,
+            epochs=epochs,
+            batch_size=BATCH_SIZE,
+            clip=CLIP,
+            seed=seed,
+            loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        )
     console.print(private.plan)
     bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     begun = time.perf_counter()
@@ -69,8 +84,14 @@ def train_dp_sgd(epsilon: float, delta: float, epochs: float, seed: int | None, 
             progress.update(task, completed=private.steps)
         progress.update(task, completed=private.steps)
     seconds = time.perf_counter() - begun
-    return Outcome("DP-SGD", accuracy(model, *test.tensors), private.epsilon(), private.plan.noise_multiplier,
-                   private.steps, private.not_private.samples / seconds)
+    return Outcome(
+        "DP-SGD",
+        accuracy(model, *test.tensors),
+        private.epsilon(),
+        private.plan.noise_multiplier,
+        private.steps,
+        private.not_private.samples / seconds,
+    )
 
 
 @torch.no_grad()
