@@ -271,12 +271,13 @@ class Private:
             raise PrivacyError(f"all {self.plan.steps} planned steps are used up; make a new plan to go on")
         if self._ledger is not None:
             self._ledger.charge(self._run, self.charged + 1)
-        self._release()
-        self.steps += 1
-        self._key = next_key(self._key)
+        sums, key = self._sums, self._key
+        self.steps += 1  # charged: from here on it counts, also if what follows fails
+        self._key = next_key(key)
         self._forget_batch()
+        self._release(sums, sub_key(key, "noise"))
 
-    def _release(self) -> None:
+    def _release(self, sums: dict[Slot, list[Tensor]], key: bytes) -> None:
         """``.grad = (Σ clip(U g_i) + N(0, σ²C² I)) / E[batch]`` for every trainable parameter, used or not.
 
         The sums hold ``Σ w_i g_i``; the map is linear, so U is applied here, once. Any geometry, however it
@@ -284,15 +285,15 @@ class Private:
         coordinates, and the noise is added in them: nothing more is asked of the mechanism.
         """
         mapped: dict[nn.Parameter, Tensor] = {}
-        while self._sums:
-            slot, total = self._sums.popitem()
+        while sums:
+            slot, total = sums.popitem()
             mapped.update(zip(slot, self._map_of(slot).apply(total), strict=True))
         trainable = [p for p in self._names if p.requires_grad]
         totals = [
             mapped[p].contiguous() if p in mapped else torch.zeros_like(p, dtype=at_least_float32(p).dtype)
             for p in trainable
         ]
-        self._noise.add_(totals, sub_key(self._key, "noise"), self.plan.noise_scale)
+        self._noise.add_(totals, key, self.plan.noise_scale)
         for p, noisy in zip(trainable, totals, strict=True):
             p.grad = noisy.div_(self.plan.batch_size).to(p.dtype)
 

@@ -107,8 +107,8 @@ class PrivateLoader:
     def __iter__(self) -> Iterator[Any]:
         if not len(self):
             warnings.warn(
-                f"all {self._steps} planned steps have been taken: private.loader yields nothing more. One pass over "
-                "it is the whole plan; for a loop over epochs write `for epoch in private.epochs(): for batch in epoch:`",
+                f"all {self._steps} planned steps have been taken: private.loader yields nothing more. One pass "
+                "over it is the whole plan; for epochs, write `for epoch in private.epochs(): for batch in epoch:`",
                 stacklevel=2,
             )
         yield from self.take(len(self))

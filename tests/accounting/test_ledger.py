@@ -210,19 +210,21 @@ def test_a_name_that_would_be_lost_or_mistaken_is_refused(path: Path, ledger: Le
 @pytest.mark.parametrize(
     ("mechanism", "what"),
     [
-        (Mechanism(-0.1, 1.0, 10), "sampling_rate"),
-        (Mechanism(1.1, 1.0, 10), "sampling_rate"),
-        (Mechanism(math.nan, 1.0, 10), "sampling_rate"),
-        (Mechanism(0.1, -1.0, 10), "noise_multiplier"),
-        (Mechanism(0.1, math.nan, 10), "noise_multiplier"),
-        (Mechanism(0.1, math.inf, 10), "noise_multiplier"),
-        (Mechanism(0.1, 1.0, -1), "steps"),
-        (Mechanism(0.1, 1.0, 1.5), "steps"),  # type: ignore[arg-type]
+        ((-0.1, 1.0, 10), "sampling_rate"),
+        ((1.1, 1.0, 10), "sampling_rate"),
+        ((math.nan, 1.0, 10), "sampling_rate"),
+        ((0.1, -1.0, 10), "noise_multiplier"),
+        ((0.1, math.nan, 10), "noise_multiplier"),
+        ((0.1, math.inf, 10), "noise_multiplier"),
+        ((0.1, 1.0, -1), "steps"),
+        ((0.1, 1.0, 1.5), "steps"),
     ],
 )
-def test_a_mechanism_that_cannot_be_analysed_is_refused(ledger: Ledger, mechanism: Mechanism, what: str) -> None:
+def test_a_mechanism_that_cannot_be_analysed_is_refused(
+    ledger: Ledger, mechanism: tuple[float, float, int], what: str
+) -> None:
     with pytest.raises(PrivacyError, match=what):
-        ledger.open_run("a", mechanism)
+        ledger.open_run("a", Mechanism(*mechanism))
     assert ledger.runs() == []
 
 

@@ -6,6 +6,7 @@ keep it on disk for years and analyse it with a better accountant later.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 import dp_accounting as dp
@@ -28,6 +29,14 @@ class Mechanism:
     noise_multiplier: float
     steps: int
     public_geometry: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sampling_rate <= 1:
+            raise PrivacyError(f"sampling_rate={self.sampling_rate}: must lie between 0 and 1")
+        if not (self.noise_multiplier >= 0 and math.isfinite(self.noise_multiplier)):
+            raise PrivacyError(f"noise_multiplier={self.noise_multiplier}: must be a finite number, 0 or larger")
+        if self.steps < 0:
+            raise PrivacyError(f"steps={self.steps}: must not be negative")
 
     def after(self, steps: int) -> Mechanism:
         """The same mechanism stopped after `steps` steps."""

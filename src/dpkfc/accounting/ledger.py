@@ -434,12 +434,8 @@ def _count(what: str, value: int, least: int = 1) -> int:
 
 
 def _sound(mechanism: Mechanism) -> Mechanism:
-    """The mechanism in Python's own numbers; raises now what no accountant could analyse later."""
+    """The mechanism in Python's own numbers, which JSON can write and give back."""
     rate, noise = float(mechanism.sampling_rate), float(mechanism.noise_multiplier)
-    if not 0 <= rate <= 1:
-        raise PrivacyError(f"sampling_rate={rate}: must lie between 0 and 1")
-    if not (noise >= 0 and math.isfinite(noise)):
-        raise PrivacyError(f"noise_multiplier={noise}: must be finite and not negative")
     return Mechanism(rate, noise, _count("steps", mechanism.steps, least=0), bool(mechanism.public_geometry))
 
 
