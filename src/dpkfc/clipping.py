@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ROUNDING = 1e-5  # relative error allowed to a float32 norm; paid for by clipping to C (1 - ROUNDING)
+ROUNDING = 1e-6  # the usual relative error of a float32 norm
+MARGIN = 1e-4  # and what no norm exceeds, by which the noise is larger than the clip asks for
 
 
 def clip_weights(squared_norms: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """``min(1, C / ‖g_i‖)`` for each sample, and which samples are finite.
+    """``min(1, C (1 - ROUNDING) / ‖g_i‖)`` for each sample, and which samples are finite.
 
     A sample whose norm is NaN or infinite gets weight exactly 0. The caller must also drop its vectors,
     since 0 · NaN is NaN.

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from dpkfc.accounting.calibrate import Accountant, calibrate_noise, epsilon_spent
 from dpkfc.accounting.events import Mechanism
+from dpkfc.clipping import MARGIN
 from dpkfc.errors import PrivacyError
 
 
@@ -97,8 +98,11 @@ class Plan:
 
     @property
     def noise_scale(self) -> float:
-        """Standard deviation of the noise on every coordinate of the sum."""
-        return self.noise_multiplier * self.clip
+        """Standard deviation of the noise on every coordinate of the sum.
+
+        A computed norm may be wrong by rounding, so the noise is made for a sensitivity of C (1 + MARGIN).
+        """
+        return self.noise_multiplier * self.clip * (1 + MARGIN)
 
     def epsilon(self, steps: int | None = None, delta: float | None = None) -> float:
         """The privacy loss after `steps` steps (all by default). Asking changes nothing."""

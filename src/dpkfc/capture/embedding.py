@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dpkfc.capture.linear import Slots, as_positions
-from dpkfc.capture.record import Outer, at_least_float32, keep_rows
+from dpkfc.capture.record import Outer, at_least_float32, keep_rows, with_slack, without_cancellation
 from dpkfc.geometry.identity import Map
 
 
@@ -60,13 +60,21 @@ class TiedHead:
     rows: Rows
 
     def squared_norms(self, metric: Map) -> Tensor:
+        parts = self.head.squared_norms(metric) + self.rows.squared_norms(metric)
+        norms = without_cancellation(parts + 2 * self._cross(metric), parts, lambda i: self._exactly(i, metric))
+        return with_slack(norms, self.head.left, self.head.right)
+
+    def _cross(self, metric: Map) -> Tensor:
         left, right, _ = metric.factors(at_least_float32(self.head.left), at_least_float32(self.head.right), False)
-        ids = self.rows.ids
-        values = at_least_float32(self.rows.values)
+        ids, values = self.rows.ids, at_least_float32(self.rows.values)
         values = metric.rows(ids.flatten(), values.flatten(0, 1)).view_as(values)
         picked = left.gather(2, ids.unsqueeze(1).expand(-1, left.shape[1], -1))
-        cross = torch.bmm(right, values.transpose(1, 2)).mul_(picked).sum((1, 2))
-        return self.head.squared_norms(metric) + self.rows.squared_norms(metric) + 2 * cross
+        return torch.bmm(right, values.transpose(1, 2)).mul_(picked).sum((1, 2))
+
+    def _exactly(self, i: Tensor, metric: Map) -> Tensor:
+        head = Outer(self.head.left[i].double(), self.head.right[i].double())
+        rows = Rows(self.rows.ids[i], self.rows.values[i].double(), self.rows.count)
+        return head.squared_norms(metric) + rows.squared_norms(metric) + 2 * TiedHead(head, rows)._cross(metric)
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
         (total,) = self.head.weighted_sum(weights)

@@ -13,7 +13,7 @@ are taken in float32 or better, whatever the model computes in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,6 +46,39 @@ def keep_rows(x: Tensor, keep: Tensor) -> Tensor:
 def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
     """Squared norm per sample over all tensors of a slot."""
     return torch.stack([g.flatten(1).square().sum(1) for g in grads]).sum(0)
+
+
+def without_cancellation(norms: Tensor, parts: Tensor, again: Callable[[Tensor], Tensor]) -> Tensor:
+    """Squared norms, computed again (in float64, by `again`) for samples whose parts cancel.
+
+    A squared norm added up from products of either sign has an error relative to its parts, not to itself. A
+    record made so that the parts cancel could pass for one of small norm and exceed the clip; where the
+    norm is below a tenth of the sum of its parts' squares, float32 is not trusted.
+    """
+    doubtful = (norms < 0.1 * parts).nonzero().flatten()
+    if len(doubtful):
+        norms[doubtful] = again(doubtful).clamp(min=0).to(norms.dtype)
+    return norms
+
+
+def with_slack(norms: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> Tensor:
+    """Squared norms with room for the rounding of the weighted sum, ``(‖g‖ + eps · factor · ‖left‖ ‖right‖)²``.
+
+    The sum adds products left_t right_tᵀ in floating point, with an error relative to the products. Commonly
+    that is a millionth of the norm; for a record whose products cancel it can be all of it.
+    """
+    eps = factor * torch.finfo(norms.dtype).eps / 2
+    size: Tensor = left.flatten(1).norm(dim=1, dtype=norms.dtype) * right.flatten(1).norm(dim=1, dtype=norms.dtype)
+    return (norms.sqrt() + eps * size).square()
+
+
+def _gram_norms(left: Tensor, right: Tensor, ones: bool) -> tuple[Tensor, Tensor]:
+    """``Σ_{t,s} (left_t · left_s)(right_t · right_s)`` per sample, and its terms with t = s alone."""
+    gram = torch.bmm(right, right.transpose(1, 2))
+    if ones:
+        gram += 1
+    gram.mul_(torch.bmm(left, left.transpose(1, 2)))
+    return gram.sum((1, 2)), gram.diagonal(dim1=1, dim2=2).sum(1)
 
 
 @dataclass
@@ -91,14 +124,14 @@ class Outer:
             block = max(1, batch * length * (p + q) // (p * q))
             pieces = zip(self.left.split(block), self.right.split(block), strict=True)
             formed = (Outer(le, ri, self.ones, self.transposed).per_sample() for le, ri in pieces)
-            return torch.cat([sum_of_squares(metric.apply(grads)) for grads in formed])
+            norms = torch.cat([sum_of_squares(metric.apply(grads)) for grads in formed])
+            return with_slack(norms, self.left, self.right)
         left, right, ones = metric.factors(at_least_float32(self.left), at_least_float32(self.right), self.ones)
         if length == 1:
             return left.square().sum((1, 2)) * (right.square().sum((1, 2)) + float(ones))
-        gram = torch.bmm(right, right.transpose(1, 2))
-        if ones:
-            gram += 1
-        return torch.bmm(left, left.transpose(1, 2)).mul_(gram).sum((1, 2))
+        norms, parts = _gram_norms(left, right, ones)
+        norms = without_cancellation(norms, parts, lambda i: _gram_norms(left[i].double(), right[i].double(), ones)[0])
+        return with_slack(norms, left, right)
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
         left, right = at_least_float32(self.left), at_least_float32(self.right)
