@@ -105,9 +105,8 @@ def opacus_ghost(workload: Workload, model: nn.Module, batch: Record, steps: int
 
 def dpkfc(workload: Workload, model: nn.Module, batch: Record, steps: int) -> Step:
     """dpkfc, its loader included. With one batch of records at sampling rate 1, Poisson batches are the whole of it."""
-    make_private = getattr(importlib.import_module("dpkfc"), "make_private", None)
-    if make_private is None:
-        raise NotImplementedError("dpkfc.make_private does not exist yet")
+    from dpkfc import make_private
+
     optimizer = _optimizer(model)
     private = make_private(
         model,
@@ -153,22 +152,29 @@ def time_workload(workload: Workload, arms: Sequence[str], rounds: int, warmup: 
     torch.manual_seed(0)
     model, batch = workload.build().train(), workload.batch(workload.batch_size)
     steps: dict[str, Step] = {}
-    figures: dict[str, Figures] = {}
-    for arm in arms:
-        try:
-            step = ARMS[arm](workload, copy.deepcopy(model), batch, warmup + rounds * workload.steps)
-            _take(step, warmup)
-            steps[arm] = step
-        except Exception as problem:  # whatever a library cannot do is a result, not a crash
-            figures[arm] = {"error": _one_line(problem)}
-    seconds: dict[str, list[float]] = {arm: [] for arm in steps}
-    for turn in range(rounds):
-        for arm in _rotated(list(steps), turn):
-            started = time.perf_counter()
-            _take(steps[arm], workload.steps)
-            seconds[arm].append((time.perf_counter() - started) / workload.steps)
-    figures |= {arm: {"seconds": median(taken), "seconds_best": min(taken)} for arm, taken in seconds.items()}
-    return {arm: figures[arm] for arm in arms}
+    seconds: dict[str, list[float]] = {arm: [] for arm in arms}
+    errors: dict[str, Figures] = {}
+    for turn in range(rounds + 1):
+        for arm in _rotated(arms, turn):
+            if arm in errors:
+                continue
+            try:
+                if turn == 0:
+                    steps[arm] = ARMS[arm](workload, copy.deepcopy(model), batch, warmup + rounds * workload.steps)
+                    _take(steps[arm], warmup)
+                else:
+                    seconds[arm].append(_seconds(steps[arm], workload.steps))
+            except Exception as problem:  # whatever a library cannot do is a result, not a crash
+                errors[arm] = {"error": _one_line(problem)}
+    return {
+        arm: errors.get(arm) or {"seconds": median(seconds[arm]), "seconds_best": min(seconds[arm])} for arm in arms
+    }
+
+
+def _seconds(step: Step, times: int) -> float:
+    started = time.perf_counter()
+    _take(step, times)
+    return (time.perf_counter() - started) / times
 
 
 def _take(step: Step, times: int) -> None:
@@ -176,9 +182,9 @@ def _take(step: Step, times: int) -> None:
         step()
 
 
-def _rotated(arms: list[str], turn: int) -> list[str]:
-    shift = turn % max(len(arms), 1)
-    return arms[shift:] + arms[:shift]
+def _rotated(arms: Sequence[str], turn: int) -> list[str]:
+    shift = turn % len(arms)
+    return [*arms[shift:], *arms[:shift]]
 
 
 def _one_line(problem: Exception) -> str:
@@ -247,7 +253,8 @@ def run(
         gc.collect()
         for arm in arms:
             if "error" not in figures[arm]:
-                figures[arm] |= memory_of(name, arm, memory_steps, threads)
+                memory = memory_of(name, arm, memory_steps, threads)
+                figures[arm] = memory if "error" in memory else figures[arm] | memory
         results[name] = _with_ratios(figures)
     settings = {
         "rounds": rounds,
