@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map
 from dpkfc.capture.tape import Tape
 from dpkfc.capture.units import partition
 from dpkfc.geometry.identity import Identity
-from dpkfc.private import gather
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -53,12 +52,13 @@ def captured_norms(model: nn.Module, loss: Loss, batch: Any, rows: int, by_vmap:
     tape = Tape(model, partition(model, by_vmap))
     try:
         loss(model, batch).backward()
-        forms, seen = gather(tape.drain())
+        forms, seen = tape.drain()
     finally:
         tape.remove()
     assert seen == rows
     metric = Identity().map_of(())
-    return torch.stack([form.squared_norms(metric) for form in forms.values()]).sum(0).sqrt() * rows
+    with torch.no_grad():
+        return torch.stack([form.squared_norms(metric) for form in forms.values()]).sum(0).sqrt() * rows
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -205,10 +205,10 @@ def _demand_same(one: Call, other: Call, rows: int, who: str) -> None:
 
 def _calls(model: nn.Module, tape: Tape, inputs: Any, loss_of: Callable[[Any], Tensor]) -> list[Call]:
     """What one forward and backward leave behind, in the order of the backward; global randomness stays put."""
-    with tape.aside(), torch.random.fork_rng(), torch.enable_grad():
+    with tape.aside() as calls, torch.random.fork_rng(), torch.enable_grad():
         torch.manual_seed(0)
         loss_of(inputs).backward()
-        return tape.drain()
+        return calls
 
 
 def _restore(model: nn.Module, buffers: dict[str, Tensor]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,8 +21,8 @@ from torch.utils.data import default_collate
 from dpkfc import checkpoint
 from dpkfc.accounting.calibrate import Accountant
 from dpkfc.accounting.ledger import Ledger
-from dpkfc.capture.record import Form, at_least_float32, join
-from dpkfc.capture.tape import Call, Hook, Tape
+from dpkfc.capture.record import at_least_float32, exactly
+from dpkfc.capture.tape import Hook, Slot, Tape
 from dpkfc.capture.units import partition
 from dpkfc.check import (
     ROWS,
@@ -42,8 +41,6 @@ from dpkfc.noise.rng import first_key, next_key, sub_key
 from dpkfc.plan import Plan
 from dpkfc.sampling import Chunk, PrivateLoader, read_dataset
 
-Slot = tuple[nn.Parameter, ...]
-
 
 @dataclass
 class NotPrivate:
@@ -52,21 +49,6 @@ class NotPrivate:
     samples: int = 0
     clipped: int = 0
     non_finite: int = 0
-
-
-def gather(calls: list[Call]) -> tuple[dict[Slot, Form], int]:
-    """One form a slot from all calls, and the number of samples they speak of."""
-    sizes = {call.batch for call in calls}
-    if len(sizes) > 1:
-        raise PrivacyError(
-            f"one backward reached forward passes of {sorted(sizes)} samples: row i must be the same sample in all of "
-            "them. Call backward after each forward pass"
-        )
-    forms: dict[Slot, list[Form]] = defaultdict(list)
-    for call in calls:
-        for parameters, form in call.slots():
-            forms[parameters].append(form)
-    return {slot: join(uses) for slot, uses in forms.items()}, sizes.pop() if sizes else 0
 
 
 class Private:
@@ -223,7 +205,11 @@ class Private:
 
     def _absorb(self) -> None:
         """Clip what the last backward left behind and add it to the sums."""
-        forms, batch = gather(self._tape.drain())
+        with exactly(next(self.model.parameters()).device):
+            self._clip_and_sum()
+
+    def _clip_and_sum(self) -> None:
+        forms, batch = self._tape.drain()
         if not forms:
             return
         squared = torch.stack([form.squared_norms(self._map_of(slot)) for slot, form in forms.items()]).sum(0)
@@ -234,7 +220,7 @@ class Private:
         whole = bool(finite.all())
         while forms:
             slot, form = forms.popitem()
-            total = (form if whole else form.masked(finite)).weighted_sum(weights * scale)
+            total = (form if whole else form.masked(finite)).weighted_sum(weights * (scale / self.plan.batch_size))
             if slot in self._sums:
                 total = [before.add_(part) for before, part in zip(self._sums[slot], total, strict=True)]
             self._sums[slot] = total
@@ -280,7 +266,7 @@ class Private:
     def _release(self, sums: dict[Slot, list[Tensor]], key: bytes) -> None:
         """``.grad = (Σ clip(U g_i) + N(0, σ²C² I)) / E[batch]`` for every trainable parameter, used or not.
 
-        The sums hold ``Σ w_i g_i``; the map is linear, so U is applied here, once. Any geometry, however it
+        The sums hold ``Σ w_i g_i / E[batch]``; the map is linear, so U is applied here, once. Any geometry, however it
         changes from step to step, hands over a sum that one record moves by at most C in these same
         coordinates, and the noise is added in them: nothing more is asked of the mechanism.
         """
@@ -293,9 +279,9 @@ class Private:
             mapped[p].contiguous() if p in mapped else torch.zeros_like(p, dtype=at_least_float32(p).dtype)
             for p in trainable
         ]
-        self._noise.add_(totals, key, self.plan.noise_scale)
+        self._noise.add_(totals, key, self.plan.noise_scale / self.plan.batch_size)
         for p, noisy in zip(trainable, totals, strict=True):
-            p.grad = noisy.div_(self.plan.batch_size).to(p.dtype)
+            p.grad = noisy.to(p.dtype)
 
     def _map_of(self, slot: Slot) -> Map:
         return self._geometry.map_of(tuple(self._names[p] for p in slot))

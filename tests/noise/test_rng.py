@@ -45,12 +45,12 @@ def test_it_is_box_and_muller_over_aes_in_counter_mode() -> None:
     """An independent reading of the same bits, in float64."""
     lane = 3
     stream = Cipher(algorithms.AES(KEY), modes.CTR((lane * WORDS * 4 // 16).to_bytes(16, "big"))).encryptor()
-    words = torch.frombuffer(bytearray(stream.update(bytes(WORDS * 4))), dtype=torch.int32).long() & 0x7FFFFFFF
+    words = torch.frombuffer(bytearray(stream.update(bytes(WORDS * 4))), dtype=torch.uint32).long()
     high, low, angle = words.double().view(3, LANE // 2)
-    radius = (-2 * ((high + (low + 0.5) / 2**31) / 2**31).log()).sqrt()
-    want = torch.cat([radius * (2 * math.pi * angle / 2**31).cos(), radius * (2 * math.pi * angle / 2**31).sin()])
+    radius = (-2 * ((high + (low + 0.5) / 2**32) / 2**32).log()).sqrt()
+    want = torch.cat([radius * (2 * math.pi * angle / 2**32).cos(), radius * (2 * math.pi * angle / 2**32).sin()])
     got = normals(LANE * 5)[lane * LANE : (lane + 1) * LANE]
-    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=4e-4)  # u is rounded to float32
 
 
 @given(st.lists(st.integers(0, 3 * LANE), min_size=1, max_size=6))

@@ -16,7 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpkfc.capture.linear import Slots
-from dpkfc.capture.record import Dense, Form, Outer, at_least_float32, keep_rows, sum_of_squares, with_slack
+from dpkfc.capture.record import (
+    Dense,
+    Form,
+    Outer,
+    at_least_float32,
+    keep_rows,
+    squared_size,
+    sum_of_squares,
+    with_slack,
+)
 from dpkfc.geometry.identity import Map
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -89,7 +98,8 @@ class Patches:
             [sum_of_squares(metric.apply(Patches(self.module, x, d, self.ones).per_sample())) for x, d in pieces]
         )
         # an entry of the input is in at most as many patches as the kernel has positions
-        return with_slack(norms, self.delta, self.padded, math.sqrt(math.prod(self.module.kernel_size)))
+        patches_size = squared_size(self.padded) * math.prod(self.module.kernel_size)
+        return with_slack(norms, squared_size(self.delta) * patches_size)
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
         delta = at_least_float32(self.delta)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dpkfc.capture.linear import Slots, as_positions
-from dpkfc.capture.record import Outer, at_least_float32, keep_rows, with_slack, without_cancellation
+from dpkfc.capture.record import Outer, at_least_float32, keep_rows, squared_size, with_slack, without_cancellation
 from dpkfc.geometry.identity import Map
 
 
@@ -61,8 +61,7 @@ class TiedHead:
 
     def squared_norms(self, metric: Map) -> Tensor:
         parts = self.head.squared_norms(metric) + self.rows.squared_norms(metric)
-        norms = without_cancellation(parts + 2 * self._cross(metric), parts, lambda i: self._exactly(i, metric))
-        return with_slack(norms, self.head.left, self.head.right)
+        return without_cancellation(parts + 2 * self._cross(metric), parts, lambda i: self._exactly(i, metric))
 
     def _cross(self, metric: Map) -> Tensor:
         left, right, _ = metric.factors(at_least_float32(self.head.left), at_least_float32(self.head.right), False)
@@ -74,7 +73,10 @@ class TiedHead:
     def _exactly(self, i: Tensor, metric: Map) -> Tensor:
         head = Outer(self.head.left[i].double(), self.head.right[i].double())
         rows = Rows(self.rows.ids[i], self.rows.values[i].double(), self.rows.count)
-        return head.squared_norms(metric) + rows.squared_norms(metric) + 2 * TiedHead(head, rows)._cross(metric)
+        norms = head.squared_norms(metric) + rows.squared_norms(metric) + 2 * TiedHead(head, rows)._cross(metric)
+        return with_slack(
+            norms.clamp(min=0).float(), squared_size(head.left).float() * squared_size(head.right).float()
+        )
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
         (total,) = self.head.weighted_sum(weights)

@@ -13,7 +13,8 @@ are taken in float32 or better, whatever the model computes in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +22,9 @@ import torch
 from torch import Tensor
 
 from dpkfc.geometry.identity import Map
+
+LARGE_PRODUCT = 2_000_000  # multiplications from which a matrix product stands for itself
+ROOM = 2  # formed gradients may take this many times the memory of (a, δ)
 
 
 class Form(Protocol):
@@ -34,6 +38,13 @@ class Form(Protocol):
         ...
 
 
+@contextlib.contextmanager
+def exactly(device: torch.device) -> Iterator[None]:
+    """No autograd, and no autocast of the caller's: norms are not to be computed in half precision."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
 def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -45,7 +56,7 @@ def keep_rows(x: Tensor, keep: Tensor) -> Tensor:
 
 def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
     """Squared norm per sample over all tensors of a slot."""
-    return torch.stack([g.flatten(1).square().sum(1) for g in grads]).sum(0)
+    return torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1).square() for g in grads]).sum(0)
 
 
 def without_cancellation(norms: Tensor, parts: Tensor, again: Callable[[Tensor], Tensor]) -> Tensor:
@@ -61,24 +72,43 @@ def without_cancellation(norms: Tensor, parts: Tensor, again: Callable[[Tensor],
     return norms
 
 
-def with_slack(norms: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> Tensor:
-    """Squared norms with room for the rounding of the weighted sum, ``(‖g‖ + eps · factor · ‖left‖ ‖right‖)²``.
+def with_slack(norms: Tensor, products: Tensor) -> Tensor:
+    """Squared norms with room for the rounding of the weighted sum: ``(‖g‖ + eps ‖left‖ ‖right‖)²``.
 
-    The sum adds products left_t right_tᵀ in floating point, with an error relative to the products. Commonly
-    that is a millionth of the norm; for a record whose products cancel it can be all of it.
+    The sum adds products left_t right_tᵀ in floating point, with an error relative to the products, whose
+    total ``‖left‖² ‖right‖²`` is the second argument. Commonly that error is a millionth of the norm; for a
+    record whose products cancel it can be all of it.
     """
-    eps = factor * torch.finfo(norms.dtype).eps / 2
-    size: Tensor = left.flatten(1).norm(dim=1, dtype=norms.dtype) * right.flatten(1).norm(dim=1, dtype=norms.dtype)
-    return (norms.sqrt() + eps * size).square()
+    eps = torch.finfo(norms.dtype).eps / 2
+    return (norms.sqrt() + eps * products.sqrt()).square()
 
 
-def _gram_norms(left: Tensor, right: Tensor, ones: bool) -> tuple[Tensor, Tensor]:
-    """``Σ_{t,s} (left_t · left_s)(right_t · right_s)`` per sample, and its terms with t = s alone."""
-    gram = torch.bmm(right, right.transpose(1, 2))
+def squared_size(x: Tensor) -> Tensor:
+    """Squared norm of each sample's entries, in float32 or better."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=wide)
+    return norms.square()
+
+
+def gram(x: Tensor) -> Tensor:
+    """``x_t · x_s`` for all positions of each sample: [B, T, d] to [B, T, T]."""
+    batch, length, features = x.shape
+    if x.device.type != "cpu" or length * length * features < LARGE_PRODUCT:
+        return torch.bmm(x, x.transpose(1, 2))
+    out = x.new_empty(batch, length, length)  # the batched kernel is a third slower on large transposed factors
+    for one, into in zip(x.unbind(0), out.unbind(0), strict=True):
+        torch.mm(one, one.T, out=into)
+    return out
+
+
+def _gram_norms(left: Tensor, right: Tensor, ones: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """``Σ_{t,s} (left_t · left_s)(right_t · right_s)`` per sample; its terms with t = s; ``‖left‖² ‖right‖²``."""
+    products, of_left = gram(right), gram(left)
     if ones:
-        gram += 1
-    gram.mul_(torch.bmm(left, left.transpose(1, 2)))
-    return gram.sum((1, 2)), gram.diagonal(dim1=1, dim2=2).sum(1)
+        products += 1
+    sizes = [m.diagonal(dim1=1, dim2=2).sum(1) for m in (products, of_left)]
+    products.mul_(of_left)
+    return products.sum((1, 2)), products.diagonal(dim1=1, dim2=2).sum(1), sizes[0] * sizes[1]
 
 
 @dataclass
@@ -125,24 +155,24 @@ class Outer:
             pieces = zip(self.left.split(block), self.right.split(block), strict=True)
             formed = (Outer(le, ri, self.ones, self.transposed).per_sample() for le, ri in pieces)
             norms = torch.cat([sum_of_squares(metric.apply(grads)) for grads in formed])
-            return with_slack(norms, self.left, self.right)
+            return with_slack(norms, squared_size(self.left) * squared_size(self.right))
         left, right, ones = metric.factors(at_least_float32(self.left), at_least_float32(self.right), self.ones)
         if length == 1:
             return left.square().sum((1, 2)) * (right.square().sum((1, 2)) + float(ones))
-        norms, parts = _gram_norms(left, right, ones)
+        norms, parts, products = _gram_norms(left, right, ones)
         norms = without_cancellation(norms, parts, lambda i: _gram_norms(left[i].double(), right[i].double(), ones)[0])
-        return with_slack(norms, left, right)
+        return with_slack(norms, products)
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
         left, right = at_least_float32(self.left), at_least_float32(self.right)
         scale = weights.to(left.dtype).view(-1, 1, 1)
-        if left.shape[2] <= right.shape[2] or self.ones:
+        bias = [scale.expand(-1, left.shape[1], 1).reshape(-1) @ left.flatten(0, 1)] if self.ones else []
+        if left.shape[2] <= right.shape[2]:
             left = left * scale
         else:
             right = right * scale
-        flat_left, flat_right = left.flatten(0, 1), right.flatten(0, 1)
-        weight = flat_right.T @ flat_left if self.transposed else flat_left.T @ flat_right
-        return [weight, flat_left.sum(0)] if self.ones else [weight]
+        first, second = (right, left) if self.transposed else (left, right)
+        return [first.flatten(0, 1).T @ second.flatten(0, 1), *bias]
 
     def per_sample(self) -> list[Tensor]:
         left, right = at_least_float32(self.left), at_least_float32(self.right)
@@ -155,10 +185,14 @@ class Outer:
 
 
 def matrix(left: Tensor, right: Tensor, ones: bool = False, transposed: bool = False) -> Form:
-    """`Outer`, or `Dense` where the formed gradients are cheaper to work with and no larger than (a, δ)."""
+    """`Outer`, or `Dense` where it is cheaper to form the gradients and they take little more room than (a, δ).
+
+    Formed gradients cost T·p·q once and make the weighted sum almost free; Gram matrices cost T²(p+q), and
+    T·p·q again for the sum.
+    """
     outer = Outer(left, right, ones, transposed)
     length, p, q = left.shape[1], left.shape[2], right.shape[2]
-    return Dense(outer.per_sample()) if length > 1 and p * q < length * (p + q) else outer
+    return Dense(outer.per_sample()) if length > 1 and p * q <= ROOM * length * (p + q) and length >= 16 else outer
 
 
 def join(forms: list[Form]) -> Form:

@@ -11,7 +11,6 @@ vmap. A copy of the model (`copy.deepcopy`, as averaging does, or pickling) is a
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +20,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dpkfc.capture.generic import run_under_vmap
-from dpkfc.capture.record import Dense, Form
+from dpkfc.capture.record import Dense, Form, exactly, join
 from dpkfc.capture.units import Unit
 from dpkfc.errors import PrivacyError
+
+Slot = tuple[nn.Parameter, ...]
 
 
 @dataclass
 class Call:
-    """One use of a unit: for a layer (a, δ); otherwise `delta` is the per-sample gradient of parameter `name`."""
+    """One use of a unit: for a layer (a, δ); otherwise `delta` is the per-sample gradient of parameter `wanted`."""
 
     unit: Unit
     wanted: frozenset[str]
@@ -36,7 +37,7 @@ class Call:
     a: Tensor | None
     delta: Tensor
 
-    def slots(self) -> list[tuple[tuple[nn.Parameter, ...], Form]]:
+    def gradients(self) -> list[tuple[Slot, Form]]:
         """The per-sample gradients of this call, keyed by the parameters they belong to."""
         unit = self.unit
         if unit.handler is None or self.a is None:
@@ -90,10 +91,12 @@ class _Anchor(torch.autograd.Function):
 
 
 class Tape:
-    """Collects the calls of one or more backward passes until `drain` takes them."""
+    """Collects the per-sample gradients of one or more backward passes until `drain` takes them."""
 
     def __init__(self, model: nn.Module, units: list[Unit]) -> None:
-        self.calls: list[Call] = []
+        self.forms: dict[Slot, list[Form]] = {}
+        self.batches: set[int] = set()  # sizes of the forward passes that the gradients came from
+        self.trial: list[Call] | None = None  # where a trial wants to see the calls themselves
         self.batch: int | None = None  # samples in the forward pass under way
         self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], None] = _nothing
         self.on_gradient: Callable[[], None] = _nothing
@@ -108,20 +111,26 @@ class Tape:
                 if p.is_floating_point():
                     self._watch_for_bypass(p, names[id(p)], unit)
 
-    def drain(self) -> list[Call]:
-        """The calls since the last drain."""
-        calls, self.calls = self.calls, []
-        return calls
+    def drain(self) -> tuple[dict[Slot, Form], int]:
+        """One form a slot from all calls since the last drain, and the number of samples they speak of."""
+        forms, batches, self.forms, self.batches = self.forms, self.batches, {}, set()
+        if len(batches) > 1:
+            raise PrivacyError(
+                f"one backward reached forward passes of {sorted(batches)} samples: row i must be the same sample in "
+                "all of them. Call backward after each forward pass"
+            )
+        return {slot: join(uses) for slot, uses in forms.items()}, batches.pop() if batches else 0
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """A trial whose calls do not mix with those of training."""
-        saved = self.calls, self.batch, self.before_forward, self.on_gradient
-        self.calls, self.before_forward, self.on_gradient = [], _nothing, _nothing
+    def aside(self) -> Iterator[list[Call]]:
+        """A trial whose calls are listed, and do not mix with those of training."""
+        saved = self.batch, self.before_forward
+        self.trial, self.before_forward = [], _nothing
         try:
-            yield
+            yield self.trial
         finally:
-            self.calls, self.batch, self.before_forward, self.on_gradient = saved
+            self.batch, self.before_forward = saved
+            self.trial = None
 
     def remove(self) -> None:
         """Leave the model as it was."""
@@ -187,15 +196,16 @@ class Tape:
             p.requires_grad_(True)
         if not trainable or out is None:  # nothing to capture, or the forward raised
             return None
-        holder: list[Tensor] = [_input_of(args, kwargs).detach()]
-        once = weakref.ref(holder[0])
+        holder = [_input_of(args, kwargs).detach()]
         version, batch, wanted = holder[0]._version, self._batch_of(unit), frozenset(trainable)
 
         def received(delta: Tensor) -> None:
-            a = once()
-            holder.clear()  # from here the call keeps it, not the graph, which lives as long as the user's loss
-            if a is None:
-                raise PrivacyError(f"module '{unit.name}': backward ran again over a graph that was already used up")
+            if not holder:
+                raise PrivacyError(
+                    f"module '{unit.name}': backward ran twice over one forward pass. Add the losses and call "
+                    "backward once"
+                )
+            a = holder.pop()  # the graph lives as long as the user's loss; the activations need not
             if a._version != version:
                 raise PrivacyError(
                     f"the input of module '{unit.name}' was changed in place after the module had used it; "
@@ -258,7 +268,14 @@ class Tape:
             raise PrivacyError(
                 "backward(create_graph=True) is not supported: a private gradient has no second derivative"
             )
-        self.calls.append(call)
+        if self.trial is not None:
+            self.trial.append(call)
+            return
+        # Digested at once: formed gradients of small layers let go of activations while the backward goes on.
+        with exactly(call.delta.device):
+            for slot, form in call.gradients():
+                self.forms.setdefault(slot, []).append(form)
+        self.batches.add(call.batch)
         self.on_gradient()
 
     def _watch_for_bypass(self, p: nn.Parameter, name: str, unit: Unit) -> None:

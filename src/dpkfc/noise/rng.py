@@ -25,7 +25,8 @@ from torch import Tensor
 
 LANE = 4096  # normals made from one stretch of the stream: LANE / 2 radii and as many angles
 LANES_AT_ONCE = 64
-WORDS = LANE // 2 * 3  # 62 bits for a radius, 31 for an angle
+WORDS = LANE // 2 * 3  # 64 bits for a radius, 32 for an angle
+ZEROS = bytes(LANES_AT_ONCE * WORDS * 4)  # the plain text whose cipher text is the key stream
 
 
 def first_key(seed: int | None) -> bytes:
@@ -46,7 +47,8 @@ def sub_key(key: bytes, purpose: str) -> bytes:
 def _fill(key: bytes, byte_offset: int, buffer: bytearray, length: int) -> None:
     """Write `length` bytes of AES-CTR key stream, starting at a multiple of the 16-byte block."""
     stream = Cipher(algorithms.AES(key), modes.CTR((byte_offset // 16).to_bytes(16, "big"))).encryptor()
-    stream.update_into(bytes(length), buffer)
+    zeros = ZEROS if length <= len(ZEROS) else bytes(length)
+    stream.update_into(memoryview(zeros)[:length], buffer)
 
 
 def uniform_bits(key: bytes, count: int) -> np.ndarray:
@@ -60,15 +62,15 @@ def _normal_lanes(key: bytes, first: int, lanes: int, buffer: bytearray) -> Tens
     """Lanes `first`, `first`+1, ... of the normal stream, as [lanes, LANE].
 
     Box and Muller: with u, v uniform on (0, 1), ``sqrt(-2 ln u) (cos 2πv, sin 2πv)`` are two independent
-    standard normals. u has 62 bits, so the tail reaches 9.3 standard deviations (torch's float32
+    standard normals. u has 64 bits, so the tail reaches 9.4 standard deviations (torch's float32
     `normal_` stops at 5.8).
     """
     _fill(key, first * WORDS * 4, buffer, lanes * WORDS * 4)
-    words = torch.frombuffer(buffer, dtype=torch.int32, count=lanes * WORDS)
-    high, low, angle = words.bitwise_and_(0x7FFFFFFF).float().view(lanes, 3, LANE // 2).unbind(1)
-    u = low.add_(0.5).mul_(2.0**-31).add_(high).mul_(2.0**-31)
-    radius = u.log_().mul_(-2).clamp_(min=0).sqrt_()
-    angle = angle.mul_(2 * math.pi * 2.0**-31)
+    words = torch.frombuffer(buffer, dtype=torch.uint32, count=lanes * WORDS)
+    high, low, angle = words.float().view(lanes, 3, LANE // 2).unbind(1)
+    u = high.add_(low.add_(0.5), alpha=2.0**-32).mul_(2.0**-32)
+    radius = u.log_().mul_(-2).sqrt_()
+    angle = angle.mul_(2 * math.pi * 2.0**-32)
     normals = torch.empty(lanes, LANE)
     torch.mul(radius, angle.cos(), out=normals[:, : LANE // 2])
     torch.mul(radius, angle.sin_(), out=normals[:, LANE // 2 :])
