@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_map
 
 from dpkfc.capture.tape import Tape
 from dpkfc.capture.units import partition
-from dpkfc.geometry.identity import Identity
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -52,13 +51,11 @@ def captured_norms(model: nn.Module, loss: Loss, batch: Any, rows: int, by_vmap:
     tape = Tape(model, partition(model, by_vmap))
     try:
         loss(model, batch).backward()
-        forms, seen = tape.drain()
+        captured = tape.drain()
     finally:
         tape.remove()
-    assert seen == rows
-    metric = Identity().map_of(())
-    with torch.no_grad():
-        return torch.stack([form.squared_norms(metric) for form in forms.values()]).sum(0).sqrt() * rows
+    assert captured.batch == rows and captured.squared_norms is not None
+    return captured.squared_norms.detach().sqrt() * rows
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -86,6 +86,7 @@ class Private:
         self._rows = 0
         self._chunk: Chunk | None = None
         self._rates_at_partial_step: list[float] | None = None
+        tape.map_of = self._map_of
         tape.before_forward = self._before_forward
         if grad_scaler is not None:
             tape.on_gradient = self._placeholder_for_scaler
@@ -209,10 +210,10 @@ class Private:
             self._clip_and_sum()
 
     def _clip_and_sum(self) -> None:
-        forms, batch = self._tape.drain()
-        if not forms:
+        captured = self._tape.drain()
+        forms, squared, batch = captured.forms, captured.squared_norms, captured.batch
+        if squared is None:
             return
-        squared = torch.stack([form.squared_norms(self._map_of(slot)) for slot, form in forms.items()]).sum(0)
         scale = float(batch) if self._mean_loss else 1.0  # a mean loss has divided every gradient by the batch
         if self._scaler is not None:
             scale /= self._scaler.get_scale()
@@ -224,6 +225,7 @@ class Private:
             if slot in self._sums:
                 total = [before.add_(part) for before, part in zip(self._sums[slot], total, strict=True)]
             self._sums[slot] = total
+        self._tape.recycle()
         self._rows += batch
         self.not_private.samples += batch
         self.not_private.non_finite += int((~finite).sum())
@@ -289,6 +291,7 @@ class Private:
     def _forget_batch(self) -> None:
         self._sums, self._rows, self._chunk, self._rates_at_partial_step = {}, 0, None, None
         self._tape.drain()
+        self._tape.recycle()
 
     def _placeholder_for_scaler(self) -> None:
         smallest = min((p for p in self._names if p.requires_grad), key=lambda p: p.numel())

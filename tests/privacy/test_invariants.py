@@ -523,7 +523,7 @@ class TestCopies:
         loss.backward()
         assert loss != F.cross_entropy(model(x), y), "the copy must use its own weights"
         assert all(p.grad is not None for p in twin.parameters())
-        assert not private._tape.forms
+        assert not private._tape._forms
         run(private, model, optimizer)
 
     def test_detach_leaves_nothing_behind(self) -> None:

@@ -20,6 +20,7 @@ from dpkfc.capture.record import (
     Dense,
     Form,
     Outer,
+    Use,
     at_least_float32,
     keep_rows,
     squared_size,
@@ -129,10 +130,11 @@ class Patches:
         return Patches(self.module, keep_rows(self.padded, keep), keep_rows(self.delta, keep), self.ones)
 
 
-def conv(module: nn.Module, x: Tensor, delta: Tensor, wanted: set[str], joint: bool, batch: int) -> Slots:
+def conv(use: Use) -> Slots:
     """nn.Conv1d, nn.Conv2d, nn.Conv3d."""
+    module, x, delta, wanted, batch = use.module, use.a, use.delta, use.wanted, use.batch
     assert isinstance(module, Conv)
-    joint = joint and wanted == {"weight", "bias"}
+    joint = use.joint and wanted == {"weight", "bias"}
     slots: Slots = []
     if "weight" in wanted:
         name = ("weight", "bias") if joint else ("weight",)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dpkfc.capture.linear import Slots, as_positions
-from dpkfc.capture.record import Outer, at_least_float32, keep_rows, squared_size, with_slack, without_cancellation
+from dpkfc.capture.record import Outer, Use, at_least_float32, keep_rows, squared_size, with_slack, without_cancellation
 from dpkfc.geometry.identity import Map
 
 
@@ -91,10 +91,11 @@ class TiedHead:
         return TiedHead(self.head.masked(keep), self.rows.masked(keep))
 
 
-def embedding(module: nn.Module, a: Tensor, delta: Tensor, wanted: set[str], joint: bool, batch: int) -> Slots:
+def embedding(use: Use) -> Slots:
     """nn.Embedding; positions holding `padding_idx` receive no gradient, as in PyTorch."""
+    module = use.module
     assert isinstance(module, nn.Embedding)
-    ids, values = a.reshape(batch, -1), as_positions(delta, batch)
+    ids, values = use.a.reshape(use.batch, -1), as_positions(use.delta, use.batch)
     if module.padding_idx is not None:
         padding = (ids == module.padding_idx).unsqueeze(2)
         values = torch.where(padding, torch.zeros((), dtype=values.dtype, device=values.device), values)

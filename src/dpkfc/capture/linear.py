@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from dpkfc.capture.record import Dense, Form, at_least_float32, matrix
+from dpkfc.capture.record import Dense, Form, Outer, Use, at_least_float32, matrix
 
 Slots = list[tuple[tuple[str, ...], Form]]
 
@@ -14,24 +14,25 @@ def as_positions(x: Tensor, batch: int) -> Tensor:
     return x.reshape(batch, -1, x.shape[-1])
 
 
-def linear(module: nn.Module, a: Tensor, delta: Tensor, wanted: set[str], joint: bool, batch: int) -> Slots:
+def linear(use: Use) -> Slots:
     """nn.Linear: weight is [out, in]."""
-    return _matrix(as_positions(a, batch), as_positions(delta, batch), wanted, joint, transposed=False)
+    return _matrix(use, transposed=False)
 
 
-def conv1d_of_transformers(
-    module: nn.Module, a: Tensor, delta: Tensor, wanted: set[str], joint: bool, batch: int
-) -> Slots:
+def conv1d_of_transformers(use: Use) -> Slots:
     """Hugging Face's Conv1D (GPT-2), a linear layer whose weight is [in, out]."""
-    return _matrix(as_positions(a, batch), as_positions(delta, batch), wanted, joint, transposed=True)
+    return _matrix(use, transposed=True)
 
 
-def _matrix(a: Tensor, delta: Tensor, wanted: set[str], joint: bool, transposed: bool) -> Slots:
-    if joint and wanted == {"weight", "bias"}:
-        return [(("weight", "bias"), matrix(delta, a, ones=True, transposed=transposed))]
+def _matrix(use: Use, transposed: bool) -> Slots:
+    a, delta = as_positions(use.a, use.batch), as_positions(use.delta, use.batch)
+    if use.joint and use.wanted == {"weight", "bias"}:
+        return [(("weight", "bias"), matrix(delta, a, use.room, ones=True, transposed=transposed))]
     slots: Slots = []
-    if "weight" in wanted:
-        slots.append((("weight",), matrix(delta, a, transposed=transposed)))
-    if "bias" in wanted:
+    if "weight" in use.wanted and use.joint:
+        slots.append((("weight",), matrix(delta, a, use.room, transposed=transposed)))
+    elif "weight" in use.wanted:  # tied: `Outer` can be joined with the other uses
+        slots.append((("weight",), Outer(delta, a, transposed=transposed)))
+    if "bias" in use.wanted:
         slots.append((("bias",), Dense([at_least_float32(delta).sum(1)])))
     return slots

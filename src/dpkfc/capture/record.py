@@ -14,17 +14,50 @@ are taken in float32 or better, whatever the model computes in.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpkfc.geometry.identity import Map
 
 LARGE_PRODUCT = 2_000_000  # multiplications from which a matrix product stands for itself
-ROOM = 2  # formed gradients may take this many times the memory of (a, δ)
+SHORT = 8  # positions up to which Gram matrices cost next to nothing
+ROOM = 1.5  # formed gradients may take this many times the memory of (a, δ)
+
+
+class Room:
+    """Memory that a layer forms its gradients in, kept from step to step: fresh pages cost as much as the product."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+        self.taken = False
+
+    def __call__(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """An uninitialised tensor, valid until `taken` is reset; a second one meanwhile is fresh memory."""
+        size = math.prod(shape)
+        if self.taken:
+            return like.new_empty(shape)
+        if self._memory.numel() < size or (self._memory.dtype, self._memory.device) != (like.dtype, like.device):
+            self._memory = like.new_empty(size)
+        self.taken = True
+        return self._memory[:size].view(shape)
+
+
+@dataclass
+class Use:
+    """One use of a layer: input a and backprop δ of `batch` samples, and which of its parameters are wanted."""
+
+    module: nn.Module
+    a: Tensor
+    delta: Tensor
+    wanted: set[str]
+    joint: bool  # weight and bias form one slot; not where a tied weight has other uses
+    batch: int
+    room: Room = field(default_factory=Room)
 
 
 class Form(Protocol):
@@ -166,33 +199,36 @@ class Outer:
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
         left, right = at_least_float32(self.left), at_least_float32(self.right)
         scale = weights.to(left.dtype).view(-1, 1, 1)
-        bias = [scale.expand(-1, left.shape[1], 1).reshape(-1) @ left.flatten(0, 1)] if self.ones else []
         if left.shape[2] <= right.shape[2]:
             left = left * scale
+            bias = [left.sum((0, 1))] if self.ones else []
         else:
             right = right * scale
+            bias = [scale.expand(-1, left.shape[1], 1).reshape(-1) @ left.flatten(0, 1)] if self.ones else []
         first, second = (right, left) if self.transposed else (left, right)
         return [first.flatten(0, 1).T @ second.flatten(0, 1), *bias]
 
-    def per_sample(self) -> list[Tensor]:
+    def per_sample(self, room: Room | None = None) -> list[Tensor]:
         left, right = at_least_float32(self.left), at_least_float32(self.right)
         first, second = (right, left) if self.transposed else (left, right)
-        weight = torch.bmm(first.transpose(1, 2), second)
+        weight = (room or Room())((len(left), first.shape[2], second.shape[2]), like=left)
+        torch.bmm(first.transpose(1, 2), second, out=weight)
         return [weight, left.sum(1)] if self.ones else [weight]
 
     def masked(self, keep: Tensor) -> Outer:
         return Outer(keep_rows(self.left, keep), keep_rows(self.right, keep), self.ones, self.transposed)
 
 
-def matrix(left: Tensor, right: Tensor, ones: bool = False, transposed: bool = False) -> Form:
-    """`Outer`, or `Dense` where it is cheaper to form the gradients and they take little more room than (a, δ).
+def matrix(left: Tensor, right: Tensor, room: Room, ones: bool = False, transposed: bool = False) -> Form:
+    """`Outer`, or `Dense` where it is cheaper to form the gradients and they take little more memory than (a, δ).
 
     Formed gradients cost T·p·q once and make the weighted sum almost free; Gram matrices cost T²(p+q), and
     T·p·q again for the sum.
     """
-    outer = Outer(left, right, ones, transposed)
     length, p, q = left.shape[1], left.shape[2], right.shape[2]
-    return Dense(outer.per_sample()) if length > 1 and p * q <= ROOM * length * (p + q) and length >= 16 else outer
+    if length < SHORT or p * q > ROOM * length * (p + q):
+        return Outer(left, right, ones, transposed)
+    return Dense(Outer(left, right, ones, transposed).per_sample(room))
 
 
 def join(forms: list[Form]) -> Form:

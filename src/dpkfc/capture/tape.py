@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dpkfc.capture.generic import run_under_vmap
-from dpkfc.capture.record import Dense, Form, exactly, join
+from dpkfc.capture.record import Dense, Form, Use, exactly, join
 from dpkfc.capture.units import Unit
 from dpkfc.errors import PrivacyError
+from dpkfc.geometry.identity import UNCHANGED, Map
 
 Slot = tuple[nn.Parameter, ...]
 
@@ -43,8 +44,17 @@ class Call:
         if unit.handler is None or self.a is None:
             (name,) = self.wanted
             return [((unit.parameters[name],), Dense([self.delta]))]
-        slots = unit.handler(unit.module, self.a, self.delta, set(self.wanted), unit.joint, self.batch)
-        return [(tuple(unit.parameters[name] for name in names), form) for names, form in slots]
+        use = Use(unit.module, self.a, self.delta, set(self.wanted), unit.joint, self.batch, unit.room)
+        return [(tuple(unit.parameters[name] for name in names), form) for names, form in unit.handler(use)]
+
+
+@dataclass
+class Captured:
+    """Per-sample gradients of `batch` samples: a form for each slot, and the squared norm over all slots."""
+
+    forms: dict[Slot, Form]
+    squared_norms: Tensor | None
+    batch: int
 
 
 class Hook:
@@ -94,12 +104,15 @@ class Tape:
     """Collects the per-sample gradients of one or more backward passes until `drain` takes them."""
 
     def __init__(self, model: nn.Module, units: list[Unit]) -> None:
-        self.forms: dict[Slot, list[Form]] = {}
-        self.batches: set[int] = set()  # sizes of the forward passes that the gradients came from
+        self._forms: dict[Slot, list[Form]] = {}
+        self._norms: dict[Slot, Tensor] = {}  # squared, of slots with one use so far
+        self._batches: set[int] = set()  # sizes of the forward passes that the gradients came from
+        self.map_of: Callable[[Slot], Map] = lambda slot: UNCHANGED
         self.trial: list[Call] | None = None  # where a trial wants to see the calls themselves
         self.batch: int | None = None  # samples in the forward pass under way
         self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], None] = _nothing
         self.on_gradient: Callable[[], None] = _nothing
+        self._units = units
         self._anchor = torch.zeros((), requires_grad=True)
         self._replaced: list[nn.Module] = []
         self._handles = [model.register_forward_pre_hook(Hook(self._enter), with_kwargs=True)]
@@ -111,15 +124,25 @@ class Tape:
                 if p.is_floating_point():
                     self._watch_for_bypass(p, names[id(p)], unit)
 
-    def drain(self) -> tuple[dict[Slot, Form], int]:
-        """One form a slot from all calls since the last drain, and the number of samples they speak of."""
-        forms, batches, self.forms, self.batches = self.forms, self.batches, {}, set()
+    def drain(self) -> Captured:
+        """What the backward passes since the last drain left behind."""
+        forms, norms, batches = self._forms, self._norms, self._batches
+        self._forms, self._norms, self._batches = {}, {}, set()
         if len(batches) > 1:
             raise PrivacyError(
                 f"one backward reached forward passes of {sorted(batches)} samples: row i must be the same sample in "
                 "all of them. Call backward after each forward pass"
             )
-        return {slot: join(uses) for slot, uses in forms.items()}, batches.pop() if batches else 0
+        joined = {slot: join(uses) for slot, uses in forms.items()}
+        for slot, form in joined.items():
+            if slot not in norms or len(forms[slot]) > 1:
+                norms[slot] = form.squared_norms(self.map_of(slot))
+        return Captured(joined, torch.stack(list(norms.values())).sum(0) if norms else None, max(batches, default=0))
+
+    def recycle(self) -> None:
+        """The forms of earlier drains are used up: their memory may be written again."""
+        for unit in self._units:
+            unit.room.taken = False
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[list[Call]]:
@@ -271,11 +294,14 @@ class Tape:
         if self.trial is not None:
             self.trial.append(call)
             return
-        # Digested at once: formed gradients of small layers let go of activations while the backward goes on.
+        # Digested at once: norms while δ is in the cache, and small gradients formed, which lets go of activations.
         with exactly(call.delta.device):
             for slot, form in call.gradients():
-                self.forms.setdefault(slot, []).append(form)
-        self.batches.add(call.batch)
+                uses = self._forms.setdefault(slot, [])
+                uses.append(form)
+                if call.unit.joint and len(uses) == 1:
+                    self._norms[slot] = form.squared_norms(self.map_of(slot))
+        self._batches.add(call.batch)
         self.on_gradient()
 
     def _watch_for_bypass(self, p: nn.Parameter, name: str, unit: Unit) -> None:

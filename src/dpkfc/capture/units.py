@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from dpkfc.capture import affine, conv, embedding, linear
 from dpkfc.capture.linear import Slots
+from dpkfc.capture.record import Room, Use
 from dpkfc.errors import PrivacyError
 
-Handler = Callable[[nn.Module, Tensor, Tensor, set[str], bool, int], Slots]
+Handler = Callable[[Use], Slots]
 
 FAST: dict[type[nn.Module], Handler] = {
     nn.Linear: linear.linear,
@@ -44,7 +45,8 @@ class Unit:
     kind: Literal["layer", "expanded", "vmap"]
     parameters: dict[str, nn.Parameter]
     handler: Handler | None = None
-    joint: bool = True  # weight and bias form one slot; not where a tied weight has other uses
+    joint: bool = True  # no parameter is shared with another unit
+    room: Room = field(default_factory=Room)
     lent: list[dict[str, nn.Parameter]] = field(default_factory=list)  # what each running call took away
 
 

@@ -50,12 +50,14 @@ class _Unchanged:
         return list(grads)
 
 
+UNCHANGED = _Unchanged()
+
+
 class Identity:
     """No map: the gradients of DP-SGD."""
 
     name = "identity (DP-SGD)"
     public = True
-    _unchanged = _Unchanged()
 
     def map_of(self, parameters: tuple[str, ...]) -> Map:
-        return self._unchanged
+        return UNCHANGED

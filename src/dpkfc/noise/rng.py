@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import threading
 
 import numpy as np
 import torch
@@ -58,23 +59,37 @@ def uniform_bits(key: bytes, count: int) -> np.ndarray:
     return np.frombuffer(buffer, dtype="<u8", count=count)
 
 
-def _normal_lanes(key: bytes, first: int, lanes: int, buffer: bytearray) -> Tensor:
-    """Lanes `first`, `first`+1, ... of the normal stream, as [lanes, LANE].
+class _Workspace(threading.local):
+    """Memory for one stretch of the stream, kept from step to step: fresh pages cost more than the arithmetic."""
+
+    def __init__(self) -> None:
+        self.bits = bytearray(LANES_AT_ONCE * WORDS * 4 + 16)
+        self.words = torch.frombuffer(self.bits, dtype=torch.uint32, count=LANES_AT_ONCE * WORDS)
+        self.floats = torch.empty(LANES_AT_ONCE, 3, LANE // 2)
+        self.normals = torch.empty(LANES_AT_ONCE, LANE)
+
+
+_workspace = _Workspace()
+
+
+def _normal_lanes(key: bytes, first: int, lanes: int) -> Tensor:
+    """Lanes `first`, `first`+1, ... of the normal stream, valid until the next call.
 
     Box and Muller: with u, v uniform on (0, 1), ``sqrt(-2 ln u) (cos 2πv, sin 2πv)`` are two independent
     standard normals. u has 64 bits, so the tail reaches 9.4 standard deviations (torch's float32
     `normal_` stops at 5.8).
     """
-    _fill(key, first * WORDS * 4, buffer, lanes * WORDS * 4)
-    words = torch.frombuffer(buffer, dtype=torch.uint32, count=lanes * WORDS)
-    high, low, angle = words.float().view(lanes, 3, LANE // 2).unbind(1)
+    _fill(key, first * WORDS * 4, _workspace.bits, lanes * WORDS * 4)
+    floats, normals = _workspace.floats[:lanes], _workspace.normals[:lanes]
+    floats.view(-1).copy_(_workspace.words[: lanes * WORDS])
+    high, low, angle = floats.unbind(1)
     u = high.add_(low.add_(0.5), alpha=2.0**-32).mul_(2.0**-32)
     radius = u.log_().mul_(-2).sqrt_()
-    angle = angle.mul_(2 * math.pi * 2.0**-32)
-    normals = torch.empty(lanes, LANE)
-    torch.mul(radius, angle.cos(), out=normals[:, : LANE // 2])
-    torch.mul(radius, angle.sin_(), out=normals[:, LANE // 2 :])
-    return normals
+    angle.mul_(2 * math.pi * 2.0**-32)
+    torch.cos(angle, out=normals[:, : LANE // 2])
+    torch.sin(angle, out=normals[:, LANE // 2 :])
+    normals.view(lanes, 2, LANE // 2).mul_(radius.unsqueeze(1))
+    return normals.view(-1)
 
 
 def add_normal_(tensors: list[Tensor], key: bytes, scale: float) -> None:
@@ -82,7 +97,6 @@ def add_normal_(tensors: list[Tensor], key: bytes, scale: float) -> None:
 
     The tensors are read as one flat vector; entry k receives normal k of the stream of `key`.
     """
-    buffer = bytearray(LANES_AT_ONCE * WORDS * 4 + 16)
     remaining = sum(tensor.numel() for tensor in tensors)
     lane, block, used = 0, torch.empty(0), 0
     for tensor in tensors:
@@ -91,7 +105,7 @@ def add_normal_(tensors: list[Tensor], key: bytes, scale: float) -> None:
         while done < flat.numel():
             if used == block.numel():
                 lanes = min(LANES_AT_ONCE, -(-remaining // LANE))
-                block, used = _normal_lanes(key, lane, lanes, buffer).view(-1), 0
+                block, used = _normal_lanes(key, lane, lanes), 0
                 lane += lanes
             take = min(block.numel() - used, flat.numel() - done)
             piece = block[used : used + take].to(flat.device, flat.dtype)
