@@ -163,7 +163,8 @@ class _WholeBatches(Dataset[Any]):
         self.tensors = data.tensors
 
     def __getitems__(self, rows: list[int]) -> list[torch.Tensor]:
-        return [tensor[rows] for tensor in self.tensors]
+        index = torch.tensor(rows)
+        return [tensor.index_select(0, index.to(tensor.device)) for tensor in self.tensors]
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -191,7 +191,7 @@ class Outer:
             return with_slack(norms, squared_size(self.left) * squared_size(self.right))
         left, right, ones = metric.factors(at_least_float32(self.left), at_least_float32(self.right), self.ones)
         if length == 1:
-            return left.square().sum((1, 2)) * (right.square().sum((1, 2)) + float(ones))
+            return squared_size(left) * (squared_size(right) + float(ones))
         norms, parts, products = _gram_norms(left, right, ones)
         norms = without_cancellation(norms, parts, lambda i: _gram_norms(left[i].double(), right[i].double(), ones)[0])
         return with_slack(norms, products)

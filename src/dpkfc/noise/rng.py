@@ -1,4 +1,4 @@
-"""Randomness with a key of its own: AES-256 in counter mode, never the global generator.
+"""Randomness with a key of its own: AES-128 in counter mode, never the global generator.
 
 torch's CPU generator keeps 32 bits of its seed and its Mersenne twister can be run backwards, so whoever
 guesses the seed, or finds the state in a checkpoint, can subtract the noise again. Here every step has a
@@ -47,7 +47,7 @@ def sub_key(key: bytes, purpose: str) -> bytes:
 
 def _fill(key: bytes, byte_offset: int, buffer: bytearray, length: int) -> None:
     """Write `length` bytes of AES-CTR key stream, starting at a multiple of the 16-byte block."""
-    stream = Cipher(algorithms.AES(key), modes.CTR((byte_offset // 16).to_bytes(16, "big"))).encryptor()
+    stream = Cipher(algorithms.AES(key[:16]), modes.CTR((byte_offset // 16).to_bytes(16, "big"))).encryptor()
     zeros = ZEROS if length <= len(ZEROS) else bytes(length)
     stream.update_into(memoryview(zeros)[:length], buffer)
 
