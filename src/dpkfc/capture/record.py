@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -71,11 +71,14 @@ class Form(Protocol):
         ...
 
 
-@contextlib.contextmanager
-def exactly(device: torch.device) -> Iterator[None]:
+def exactly(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """No autograd, and no autocast of the caller's: norms are not to be computed in half precision."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
+    stack = contextlib.ExitStack()
+    if torch.is_grad_enabled():
+        stack.enter_context(torch.no_grad())
+    if torch.is_autocast_enabled(device.type):
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+    return stack
 
 
 def at_least_float32(x: Tensor) -> Tensor:
