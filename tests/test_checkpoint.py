@@ -114,6 +114,18 @@ def test_steps_lost_after_the_checkpoint_stay_charged_and_their_noise_is_not_rep
     assert len(again[0].loader) == 0
 
 
+def test_going_back_within_one_process_does_not_replay_noise(tmp_path: Path) -> None:
+    run = make("sgd")
+    train(*run, until=4)
+    run[0].save(tmp_path / "run", scheduler=run[3])
+    key = run[0]._key
+    run[0].load(tmp_path / "run", scheduler=run[3])
+    assert run[0]._key == key, "nothing happened in between"
+    train(*run, until=6)
+    run[0].load(tmp_path / "run", scheduler=run[3])
+    assert run[0].steps == 4 and run[0].charged == 6 and run[0]._key != key
+
+
 def test_resuming_with_the_ledger_in_step_changes_nothing(tmp_path: Path) -> None:
     whole = make("sgd")
     train(*whole)

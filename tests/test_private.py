@@ -275,6 +275,15 @@ def test_closures_and_second_derivatives_are_refused() -> None:
         F.cross_entropy(model(x), y).backward(create_graph=True)
 
 
+def test_parameters_added_to_the_optimizer_later_are_refused() -> None:
+    model = network()
+    private, optimizer = make(model)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    with pytest.raises(dpkfc.PrivacyError, match="make_private again"):
+        train(private, model, optimizer)
+    assert private.epsilon() == 0
+
+
 def test_make_private_twice_is_refused_until_detached() -> None:
     model = network()
     private, optimizer = make(model)

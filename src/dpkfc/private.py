@@ -95,7 +95,7 @@ class Private:
     # -- what the user asks
 
     def epsilon(self, delta: float | None = None) -> float:
-        """The privacy loss so far. Asking changes nothing and costs nothing."""
+        """The privacy loss so far. Asking changes nothing."""
         return self.plan.epsilon(self.charged, delta)
 
     @property
@@ -131,9 +131,10 @@ class Private:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the run that wrote `state`. The plan must be the same.
 
-        If the ledger shows steps that the state does not know of (the process died after its last
-        checkpoint), their results may have been seen: they stay charged, and the keys are changed so that
-        their noise is not used again on other sums. Otherwise the run goes on exactly as it would have.
+        If this run, or its ledger, knows of steps after the state (the process died after its last
+        checkpoint, or goes back to it), their results may have been seen: they stay charged, and the key is
+        changed so that their noise is not used again on other sums. Otherwise the run goes on exactly as it
+        would have.
         """
         if state["plan"] != self.plan.to_json():
             changed = [k for k, v in self.plan.to_json().items() if state["plan"].get(k) != v]
@@ -142,12 +143,13 @@ class Private:
                 "with the same settings to resume it"
             )
         key, lost = bytes.fromhex(state["key"]), int(state["lost_steps"])
+        charged = self.charged if state["run"] == self._run else 0
         if self._ledger is not None:
             charged = self._ledger.open_run(state["run"], self.plan.mechanism)
             self._ledger_open = True
-            if charged > state["step"] + lost:
-                lost = charged - state["step"]
-                key = sub_key(key + os.urandom(32), "after a loss")
+        if charged > state["step"] + lost:
+            lost = charged - state["step"]
+            key = sub_key(key + os.urandom(32), "after a loss")
         self.steps, self._lost_steps, self._key, self._run = int(state["step"]), lost, key, state["run"]
         self.not_private = NotPrivate(**state["not_private"])
         self._forget_batch()
@@ -235,6 +237,11 @@ class Private:
         if any(arg is not None for arg in args[1:]) or kwargs.get("closure") is not None:
             raise PrivacyError(
                 "optimizer.step(closure) evaluates the loss several times a step, which is not accounted for"
+            )
+        if any(p not in self._names for group in optimizer.param_groups for p in group["params"]):
+            raise PrivacyError(
+                "the optimizer was given parameters that the model did not have when it was made private: they would "
+                "be stepped without clipping and noise. detach(), and make_private again with all of them"
             )
         chunk = self._chunk
         if chunk is None:
@@ -411,7 +418,7 @@ def make_private(
         noise,
         tape,
         mean_loss=loss_reduction == "mean",
-        check=check and loss is None,
+        check=check,
         seed=seed,
         ledger=ledger,
         grad_scaler=grad_scaler,

@@ -114,7 +114,7 @@ class Tape:
         self.on_gradient: Callable[[], None] = _nothing
         self._units = units
         self._anchor = torch.zeros((), requires_grad=True)
-        self._replaced: list[nn.Module] = []
+        self._replaced: list[tuple[nn.Module, Any]] = []  # with the forward of their own that they had, if any
         self._handles = [model.register_forward_pre_hook(Hook(self._enter), with_kwargs=True)]
         for unit in units:
             self._attach(unit)
@@ -159,8 +159,10 @@ class Tape:
         """Leave the model as it was."""
         for handle in self._handles:
             handle.remove()
-        for module in self._replaced:
+        for module, its_own in self._replaced:
             del module.forward
+            if its_own is not None:
+                module.forward = its_own
         self._handles, self._replaced = [], []
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -174,7 +176,7 @@ class Tape:
         module = unit.module
         if unit.kind == "vmap":
             original = module.forward
-            self._replaced.append(module)
+            self._replaced.append((module, vars(module).get("forward")))
             module.forward = _Forward(lambda *a, **k: self._vmapped(unit, original, a, k), module)
             return
         before = self._lend_layer if unit.kind == "layer" else self._expand
