@@ -22,6 +22,7 @@ def test_the_plan_keeps_its_target_and_agrees_with_dp_accounting() -> None:
     accountant.compose(dp.PoissonSampledDpEvent(0.05, dp.GaussianDpEvent(plan.noise_multiplier)), 60)
     assert plan.epsilon() <= 2.0
     assert plan.epsilon() == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-3)
+    assert accountant.supports(plan.event) and plan.neighbouring == "add or remove one record"
     assert plan.epsilon(0) == 0 and plan.epsilon(30) < plan.epsilon(60)
 
 

@@ -11,6 +11,7 @@ import warnings
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import dp_accounting as dp
 from rich.console import Console
 from rich.table import Table
 
@@ -45,6 +46,8 @@ class Plan:
     geometry: str = "identity (DP-SGD)"
     public_geometry: bool = True
     noise: str = "independent Gaussian"
+    sampling: str = "Poisson"
+    neighbouring: str = "add or remove one record"
 
     @staticmethod
     def make(
@@ -97,6 +100,11 @@ class Plan:
         return Mechanism(self.sampling_rate, self.noise_multiplier, self.steps, self.public_geometry)
 
     @property
+    def event(self) -> dp.DpEvent:
+        """The whole run in dp-accounting's language, for an analysis of your own."""
+        return self.mechanism.event()
+
+    @property
     def noise_scale(self) -> float:
         """Standard deviation of the noise on every coordinate of the sum.
 
@@ -127,7 +135,7 @@ class Plan:
 
     def _statement(self) -> list[tuple[str, str]]:
         return [
-            ("what is protected", "one record: whether it is in the data set or not (add or remove one)"),
+            ("what is protected", f"one record: whether it is in the data set or not ({self.neighbouring})"),
             (
                 "epsilon",
                 f"{self.epsilon():.4g} after all {self.steps} steps"
@@ -145,7 +153,7 @@ class Plan:
             ("records", f"{self.records} (this number is treated as public)"),
             (
                 "sampling",
-                f"Poisson: each record joins a step with probability {self.sampling_rate:.4g}, "
+                f"{self.sampling}: each record joins a step with probability {self.sampling_rate:.4g}, "
                 f"{self.batch_size} expected",
             ),
             ("steps", f"{self.steps} ({self.steps * self.sampling_rate:.3g} expected passes over the data)"),

@@ -86,9 +86,12 @@ class Ledger:
     name to all that touches the same people. `budget=(epsilon, delta)` caps all of them together. It is kept
     in the file when first given; later it may be left out, and must agree when given.
 
-    >>> ledger = Ledger("privacy.db", "patients", budget=(3.0, 1e-5))        # doctest: +SKIP
-    >>> done = ledger.open_run("first", Mechanism(0.01, 1.0, steps=1000))    # doctest: +SKIP
-    >>> ledger.charge("first", done + 1)  # and only now release step done + 1   # doctest: +SKIP
+    >>> import tempfile
+    >>> ledger = Ledger(tempfile.mkdtemp() + "/privacy.db", "patients", budget=(3.0, 1e-5))
+    >>> done = ledger.open_run("first", Mechanism(0.01, 1.0, steps=1000))
+    >>> ledger.charge("first", done + 1)  # and only now release step done + 1
+    >>> ledger.charged("first")
+    1
     """
 
     def __init__(
