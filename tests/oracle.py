@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+import dpkfc
 from dpkfc.capture.tape import Tape
 from dpkfc.capture.units import partition
 
@@ -56,6 +57,25 @@ def captured_norms(model: nn.Module, loss: Loss, batch: Any, rows: int, by_vmap:
         tape.remove()
     assert captured.batch == rows and captured.squared_norms is not None
     return captured.squared_norms.detach().sqrt() * rows
+
+
+def private_sum(
+    model: nn.Module, loss: Loss, batch: Any, rows: int, clip: float, chunk: int | None = None
+) -> dict[str, Tensor]:
+    """The clipped sum through the whole pipeline, without noise, in physical chunks."""
+    records = [tree_map(lambda x, i=i: x[i], batch) for i in range(rows)]
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.SGD(trainable.values(), lr=0.0)
+    settings = {"noise_multiplier": 0.0, "delta": 1e-5, "steps": 1, "batch_size": rows, "clip": clip}
+    private = dpkfc.make_private(model, optimizer, records, max_physical_batch_size=chunk, **settings)
+    for part in private.loader:
+        loss(model, part).backward()
+        optimizer.step()
+    private.detach()
+    assert private.steps == 1
+    sums = {name: p.grad * rows for name, p in trainable.items()}
+    optimizer.zero_grad()
+    return sums
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

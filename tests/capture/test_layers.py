@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.utils.data import TensorDataset
 
-import dpkfc
-from oracle import captured_norms, reference_grads, reference_norms, reference_sum, relative_error
+from oracle import captured_norms, private_sum, reference_grads, reference_norms, reference_sum, relative_error
 
 BATCH = 7
 
@@ -293,35 +291,11 @@ def test_norms_and_clipped_sum_equal_one_pass_a_sample(case: Case, dtype: torch.
     clip = float(norms.median())  # some samples are clipped and some are not
     want = reference_sum(grads, clip)
     for chunk in (None, 3, 1):
-        got = private_sum(model, inputs, clip, chunk)
+        got = private_sum(model, loss_of, inputs, BATCH, clip, chunk)
         assert got.keys() == want.keys()
         for name in want:
             if want[name].norm() > 0:
                 assert relative_error(got[name], want[name]) < 1e-5, (name, chunk)
-
-
-def private_sum(model: nn.Module, inputs: Tensor, clip: float, chunk: int | None) -> dict[str, Tensor]:
-    """The clipped sum through the whole pipeline, without noise, in physical chunks."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    private = dpkfc.make_private(
-        model,
-        optimizer,
-        TensorDataset(inputs),
-        noise_multiplier=0.0,
-        delta=1e-5,
-        steps=1,
-        batch_size=BATCH,
-        clip=clip,
-        max_physical_batch_size=chunk,
-    )
-    for (x,) in private.loader:
-        loss_of(model, x).backward()
-        optimizer.step()
-    private.detach()
-    assert private.steps == 1
-    grads = {name: p.grad * BATCH for name, p in model.named_parameters()}
-    optimizer.zero_grad()
-    return grads
 
 
 @pytest.mark.parametrize(
