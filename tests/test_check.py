@@ -42,6 +42,7 @@ def first_batch(private: dpkfc.Private, model: nn.Module) -> None:
         (lambda: nn.LazyLinear(3), "not initialised"),
         (lambda: nn.ReLU(), "no trainable parameter"),
         (lambda: nn.DataParallel(nn.Linear(4, 4)), "wraps the model"),
+        (lambda: torch.compile(nn.Linear(4, 4)), "before torch.compile"),
     ],
 )
 def test_modules_that_cannot_be_private_are_named(build: Any, message: str) -> None:
@@ -212,3 +213,15 @@ def test_calling_parts_of_the_model_is_refused() -> None:
     with pytest.raises(dpkfc.PrivacyError, match="call the model itself"):
         for x, _ in private.loader:
             model[1](model[0](x))
+
+
+def test_arguments_of_the_wrong_kind_are_named() -> None:
+    model, data = nn.Linear(6, 2), TensorDataset(torch.randn(8, 6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 1, "batch_size": 4}
+    with pytest.raises(dpkfc.PrivacyError, match="model must be"):
+        dpkfc.make_private("bert", optimizer, data, **settings)
+    with pytest.raises(dpkfc.PrivacyError, match="optimizer must be"):
+        dpkfc.make_private(model, "adam", data, **settings)
+    with pytest.raises(dpkfc.PrivacyError, match="ledger must be"):
+        dpkfc.make_private(model, optimizer, data, **settings, ledger="privacy.db")

@@ -34,6 +34,7 @@ def test_the_plan_keeps_its_target_and_agrees_with_dp_accounting() -> None:
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": 2.5}, "batch_size=2.5"),
         ({"clip": 0.0}, "clip=0.0"),
+        ({"clip": "1"}, "clip='1'"),
         ({"clip": float("inf")}, "clip=inf"),
         ({"clip": float("nan")}, "clip=nan"),
         ({"delta": None}, "delta is missing"),

@@ -21,7 +21,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dpkfc.capture.tape import Call, Tape
+from dpkfc.capture.tape import Call, Hook, Tape
 from dpkfc.errors import PrivacyError
 
 ROWS = 4  # records in the trial batch
@@ -30,6 +30,12 @@ TOLERANCE = 1e-3  # relative; mixing of records shows at order 1
 
 def check_model(model: nn.Module) -> None:
     """Refuse, by name and with the fix, what no per-sample gradient can make private."""
+    if not isinstance(model, nn.Module):
+        raise PrivacyError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if any(isinstance(hook, Hook) for hook in model._forward_pre_hooks.values()):
+        raise PrivacyError(
+            "the model is already private: call detach() on the handle of the earlier make_private first"
+        )
     problems = [
         f"'{name or 'the model'}' ({type(module).__name__}): {problem}"
         for name, module in model.named_modules()
@@ -75,6 +81,8 @@ def _problem_with(module: nn.Module) -> str | None:
         )
     ):
         return "puts time before the batch. Use batch_first=True"
+    if type(module).__name__ == "OptimizedModule":
+        return "is compiled, so that its layers cannot be watched. Pass the model before torch.compile"
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return "wraps the model. Pass the model itself"
     if type(module).__module__.startswith("opacus."):
@@ -99,6 +107,8 @@ def check_still_frozen(norms: dict[str, nn.Module]) -> None:
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     """Every trainable parameter must be in the optimizer, and nothing else may be."""
+    if not isinstance(optimizer, Optimizer):
+        raise PrivacyError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
     if missing:
@@ -113,8 +123,6 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             f"the optimizer holds {foreign} parameters that are not in the model: they would be stepped without "
             "clipping and noise. Build the optimizer from model.parameters(), after dpkfc.fix(model)"
         )
-    if any(not hasattr(optimizer, method) for method in ("register_step_pre_hook", "param_groups")):
-        raise PrivacyError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer")
 
 
 def _some(names: list[str]) -> str:

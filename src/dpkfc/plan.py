@@ -9,6 +9,7 @@ import io
 import math
 import warnings
 from dataclasses import asdict, dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import dp_accounting as dp
@@ -67,6 +68,7 @@ class Plan:
     ) -> Plan:
         """Check the wishes and calibrate the noise. Give `epsilon` or `noise_multiplier`; `epochs` or `steps`."""
         _check_counts(records, batch_size, clip)
+        batch_size = int(batch_size)
         steps = _steps(records, batch_size, epochs, steps)
         delta = _check_delta(delta, records)
         if (epsilon is None) == (noise_multiplier is None):
@@ -173,12 +175,12 @@ class Plan:
 def _check_counts(records: int, batch_size: int, clip: float) -> None:
     if records < 1:
         raise PrivacyError(f"the data set has {records} records; there is nothing to train on")
-    if not isinstance(batch_size, int) or batch_size < 1:
+    if not isinstance(batch_size, Integral) or batch_size < 1:
         raise PrivacyError(f"batch_size={batch_size!r}: must be a positive whole number (the expected batch size)")
     if batch_size > records:
         raise PrivacyError(f"batch_size={batch_size} exceeds the {records} records: the sampling rate would be above 1")
-    if not (clip > 0 and math.isfinite(clip)):
-        raise PrivacyError(f"clip={clip}: must be positive and finite, since it bounds what one record can do")
+    if not (isinstance(clip, Real) and clip > 0 and math.isfinite(clip)):
+        raise PrivacyError(f"clip={clip!r}: must be a positive, finite number, since it bounds what one record can do")
 
 
 def _steps(records: int, batch_size: int, epochs: float | None, steps: int | None) -> int:
@@ -189,9 +191,9 @@ def _steps(records: int, batch_size: int, epochs: float | None, steps: int | Non
         if not (epochs > 0 and math.isfinite(epochs)):
             raise PrivacyError(f"epochs={epochs}: must be positive")
         steps = math.ceil(epochs * records / batch_size)
-    if not isinstance(steps, int) or steps < 1:
+    if not isinstance(steps, Integral) or steps < 1:
         raise PrivacyError(f"steps={steps!r}: must be a positive whole number")
-    return steps
+    return int(steps)
 
 
 def _check_delta(delta: float | None, records: int) -> float:

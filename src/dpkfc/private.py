@@ -22,7 +22,7 @@ from dpkfc import checkpoint
 from dpkfc.accounting.calibrate import Accountant
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.capture.record import at_least_float32, exactly
-from dpkfc.capture.tape import Hook, Slot, Tape
+from dpkfc.capture.tape import Slot, Tape
 from dpkfc.capture.units import partition
 from dpkfc.check import (
     ROWS,
@@ -380,10 +380,8 @@ def make_private(
         )
     if max_physical_batch_size is not None and max_physical_batch_size < 1:
         raise PrivacyError(f"max_physical_batch_size={max_physical_batch_size}: must be at least 1")
-    if any(isinstance(hook, Hook) for hook in model._forward_pre_hooks.values()):
-        raise PrivacyError(
-            "the model is already private: call detach() on the handle of the earlier make_private first"
-        )
+    if not isinstance(ledger, Ledger | None):
+        raise PrivacyError(f"ledger must be a dpkfc.Ledger(path, dataset=...), not {type(ledger).__name__}")
     check_model(model)
     check_optimizer(model, optimizer)
     geometry = Identity() if geometry is None else geometry
