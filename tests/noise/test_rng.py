@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpkfc.noise.rng import LANE, WORDS, add_normal_, first_key, next_key, sub_key, uniform_bits
+from dpkfc.noise import rng
+from dpkfc.noise.rng import HALF, LANE, TAIL, add_normal_, first_key, next_key, sub_key, uniform_bits
 
 KEY = first_key(0)
 
@@ -35,35 +36,56 @@ def test_the_stream_is_standard_normal() -> None:
 
 def test_halves_of_a_lane_are_uncorrelated_also_in_size() -> None:
     """Both halves come from the same radii: cosine and sine."""
-    z = normals(LANE * 100).view(100, LANE)
-    first, second = z[:, : LANE // 2].flatten(), z[:, LANE // 2 :].flatten()
+    z = normals(LANE * 3).view(3, LANE)
+    first, second = z[:, :HALF].flatten(), z[:, HALF:].flatten()
     for a, b in ((first, second), (first**2, second**2), (first.abs(), second.abs())):
         assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 5 / math.sqrt(len(first))
 
 
-def test_it_is_box_and_muller_over_aes_in_counter_mode() -> None:
+def words_of(key: bytes, offset: int, count: int) -> torch.Tensor:
+    """32-bit words of the key stream, by another route than the code's."""
+    stream = Cipher(algorithms.AES(key[:16]), modes.CTR((offset // 16).to_bytes(16, "big"))).encryptor()
+    return torch.frombuffer(bytearray(stream.update(bytes(4 * count))), dtype=torch.uint32).long().double()
+
+
+@pytest.mark.parametrize("tail", [TAIL, 2**30], ids=["tail as it is", "a quarter of all counts as tail"])
+def test_it_is_box_and_muller_over_aes_in_counter_mode(tail: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An independent reading of the same bits, in float64."""
-    lane = 3
-    stream = Cipher(algorithms.AES(KEY[:16]), modes.CTR((lane * WORDS * 4 // 16).to_bytes(16, "big"))).encryptor()
-    words = torch.frombuffer(bytearray(stream.update(bytes(WORDS * 4))), dtype=torch.uint32).long()
-    high, low, angle = words.double().view(3, LANE // 2)
-    radius = (-2 * ((high + (low + 0.5) / 2**32) / 2**32).log()).sqrt()
+    monkeypatch.setattr(rng, "TAIL", tail)
+    lane = 2
+    if tail > TAIL:  # one by one, and slowly: shorter lanes
+        monkeypatch.setattr(rng, "HALF", 1024)
+        monkeypatch.setattr(rng, "LANE", 2048)
+    half = rng.HALF
+    u, angle = words_of(KEY, 4 * lane * 2 * half, 2 * half).view(2, half)
+    fraction = words_of(sub_key(KEY, "tail"), 4 * lane * half, half)
+    u = torch.where(u < tail, u + (fraction + 0.5) / 2**32, u + 0.5) / 2**32
+    radius = (-2 * u.log()).sqrt()
     want = torch.cat([radius * (2 * math.pi * angle / 2**32).cos(), radius * (2 * math.pi * angle / 2**32).sin()])
-    got = normals(LANE * 5)[lane * LANE : (lane + 1) * LANE]
+    got = normals(2 * half * 4)[lane * 2 * half : (lane + 1) * 2 * half]
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=4e-4)  # u is rounded to float32
 
 
-@given(st.lists(st.integers(0, 3 * LANE), min_size=1, max_size=6))
-@settings(max_examples=30, deadline=None)
+def test_the_tail_goes_on_where_32_bits_end() -> None:
+    """At the smallest 32-bit radius, 6.7 standard deviations, the fraction decides how much further it goes."""
+    u = torch.zeros(2000)
+    rng._sharpen_tail_(u, KEY, 0)
+    radius = (-2 * ((u + 0.5) * 2.0**-32).log()).sqrt()
+    assert radius.min() > math.sqrt(-2 * math.log(2**-32)) and radius.max() > 7.5
+    assert stats.kstest((u + 0.5).flatten().numpy(), "uniform").pvalue > 1e-4
+
+
+@given(st.lists(st.one_of(st.integers(0, 50), st.integers(0, 3 * LANE)), min_size=1, max_size=6))
+@settings(max_examples=20, deadline=None)
 def test_any_split_into_tensors_reads_the_same_stream(sizes: list[int]) -> None:
     pieces = [torch.zeros(size) for size in sizes]
     add_normal_(pieces, KEY, 2.0)
     torch.testing.assert_close(torch.cat(pieces), 2.0 * normals(sum(sizes)), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("count", [1, 5, LANE, LANE + 1, 64 * LANE + 7])
+@pytest.mark.parametrize("count", [1, 5, HALF - 1, HALF, HALF + 3, LANE, LANE + 1, 2 * LANE + HALF + 7])
 def test_a_longer_stream_begins_with_the_shorter(count: int) -> None:
-    assert torch.equal(normals(count), normals(200 * LANE)[:count])
+    assert torch.equal(normals(count), normals(4 * LANE)[:count])
 
 
 def test_noise_is_added_not_written() -> None:

@@ -24,10 +24,10 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
-LANE = 4096  # normals made from one stretch of the stream: LANE / 2 radii and as many angles
-LANES_AT_ONCE = 64
-WORDS = LANE // 2 * 3  # 64 bits for a radius, 32 for an angle
-ZEROS = bytes(LANES_AT_ONCE * WORDS * 4)  # the plain text whose cipher text is the key stream
+HALF = 2**17  # radii in a lane, and as many angles: together they make a lane of 2 HALF normals
+LANE = 2 * HALF
+TAIL = 2**12  # radii drawn below this, one in a million, get 32 bits more
+ZEROS = bytes(4 * HALF)  # the plain text whose cipher text is the key stream
 
 
 def first_key(seed: int | None) -> bytes:
@@ -60,36 +60,48 @@ def uniform_bits(key: bytes, count: int) -> np.ndarray:
 
 
 class _Workspace(threading.local):
-    """Memory for one stretch of the stream, kept from step to step: fresh pages cost more than the arithmetic."""
+    """Memory for one lane, kept from step to step: fresh pages cost more than the arithmetic."""
 
     def __init__(self) -> None:
-        self.bits = bytearray(LANES_AT_ONCE * WORDS * 4 + 16)
-        self.words = torch.frombuffer(self.bits, dtype=torch.uint32, count=LANES_AT_ONCE * WORDS)
-        self.floats = torch.empty(LANES_AT_ONCE, 3, LANE // 2)
-        self.normals = torch.empty(LANES_AT_ONCE, LANE)
+        self.bits = bytearray(4 * HALF + 16)
+        self.words = torch.frombuffer(self.bits, dtype=torch.uint32, count=HALF)
+        self.u, self.angle, self.normals = torch.empty(HALF), torch.empty(HALF), torch.empty(LANE)
 
 
 _workspace = _Workspace()
 
 
-def _normal_lanes(key: bytes, first: int, lanes: int) -> Tensor:
-    """Lanes `first`, `first`+1, ... of the normal stream, valid until the next call.
+def _lane_of_normals(key: bytes, lane: int, count: int) -> Tensor:
+    """The first `count` normals of a lane, valid until the next call.
 
     Box and Muller: with u, v uniform on (0, 1), ``sqrt(-2 ln u) (cos 2πv, sin 2πv)`` are two independent
-    standard normals. u has 64 bits, so the tail reaches 9.4 standard deviations (torch's float32
-    `normal_` stops at 5.8).
+    standard normals; the first half of a lane holds the cosines and the second the sines. u has 32 bits, and
+    64 where it is small, so the tail reaches 9.4 standard deviations (torch's float32 `normal_` stops at 5.8).
     """
-    _fill(key, first * WORDS * 4, _workspace.bits, lanes * WORDS * 4)
-    floats, normals = _workspace.floats[:lanes], _workspace.normals[:lanes]
-    floats.view(-1).copy_(_workspace.words[: lanes * WORDS])
-    high, low, angle = floats.unbind(1)
-    u = high.add_(low.add_(0.5), alpha=2.0**-32).mul_(2.0**-32)
-    radius = u.log_().mul_(-2).sqrt_()
+    pairs = min(count, HALF)
+    blocks = -(-pairs // 4) * 4  # whole blocks of the cipher
+    u, angle, normals = _workspace.u[:pairs], _workspace.angle[:pairs], _workspace.normals[:count]
+    for numbers, offset in ((u, 0), (angle, HALF)):
+        _fill(key, 4 * (lane * LANE + offset), _workspace.bits, 4 * blocks)
+        numbers.copy_(_workspace.words[:pairs])
+    if float(u.min()) < TAIL:
+        _sharpen_tail_(u, key, lane)
+    radius = u.add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
     angle.mul_(2 * math.pi * 2.0**-32)
-    torch.cos(angle, out=normals[:, : LANE // 2])
-    torch.sin(angle, out=normals[:, LANE // 2 :])
-    normals.view(lanes, 2, LANE // 2).mul_(radius.unsqueeze(1))
-    return normals.view(-1)
+    torch.cos(angle, out=normals[:pairs]).mul_(radius)
+    if count > HALF:
+        torch.sin(angle[: count - HALF], out=normals[HALF:]).mul_(radius[: count - HALF])
+    return normals
+
+
+def _sharpen_tail_(u: Tensor, key: bytes, lane: int) -> None:
+    """Give the integers below `TAIL` a fraction of 32 bits, from a stream of its own at the same position."""
+    bits = bytearray(32)
+    for column in (u < TAIL).nonzero().flatten().tolist():
+        position = 4 * (lane * HALF + column)
+        _fill(sub_key(key, "tail"), position - position % 16, bits, 16)
+        fraction = (int.from_bytes(bits[position % 16 : position % 16 + 4], "little") + 0.5) / 2**32
+        u[column] += fraction - 0.5  # the half is added to every u
 
 
 def add_normal_(tensors: list[Tensor], key: bytes, scale: float) -> None:
@@ -98,16 +110,13 @@ def add_normal_(tensors: list[Tensor], key: bytes, scale: float) -> None:
     The tensors are read as one flat vector; entry k receives normal k of the stream of `key`.
     """
     remaining = sum(tensor.numel() for tensor in tensors)
-    lane, block, used = 0, torch.empty(0), 0
+    lane, normals = 0, torch.empty(0)
     for tensor in tensors:
         flat = tensor.view(-1)
-        done = 0
-        while done < flat.numel():
-            if used == block.numel():
-                lanes = min(LANES_AT_ONCE, -(-remaining // LANE))
-                block, used = _normal_lanes(key, lane, lanes), 0
-                lane += lanes
-            take = min(block.numel() - used, flat.numel() - done)
-            piece = block[used : used + take].to(flat.device, flat.dtype)
-            flat[done : done + take].add_(piece, alpha=scale)
-            done, used, remaining = done + take, used + take, remaining - take
+        while flat.numel():
+            if not normals.numel():
+                normals = _lane_of_normals(key, lane, min(remaining, LANE))
+                lane, remaining = lane + 1, remaining - normals.numel()
+            take = min(normals.numel(), flat.numel())
+            flat[:take].add_(normals[:take].to(flat.device, flat.dtype), alpha=scale)
+            flat, normals = flat[take:], normals[take:]
