@@ -32,8 +32,13 @@ class Rows:
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
         values = at_least_float32(self.values)
+        return [self.add_weighted_(values.new_zeros(self.count, values.shape[2]), weights)]
+
+    def add_weighted_(self, total: Tensor, weights: Tensor) -> Tensor:
+        """Add ``Σ_i w_i g_i`` to `total`, in place."""
+        values = at_least_float32(self.values)
         values = (values * weights.to(values.dtype).view(-1, 1, 1)).flatten(0, 1)
-        return [values.new_zeros(self.count, values.shape[1]).index_add_(0, self.ids.flatten(), values)]
+        return total.index_add_(0, self.ids.flatten(), values)
 
     def per_sample(self) -> list[Tensor]:
         values = at_least_float32(self.values)
@@ -80,9 +85,7 @@ class TiedHead:
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
         (total,) = self.head.weighted_sum(weights)
-        values = at_least_float32(self.rows.values)
-        values = (values * weights.to(values.dtype).view(-1, 1, 1)).flatten(0, 1)
-        return [total.index_add_(0, self.rows.ids.flatten(), values)]
+        return [self.rows.add_weighted_(total, weights)]
 
     def per_sample(self) -> list[Tensor]:
         return [self.head.per_sample()[0] + self.rows.per_sample()[0]]

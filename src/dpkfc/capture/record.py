@@ -221,6 +221,12 @@ class Outer:
     def masked(self, keep: Tensor) -> Outer:
         return Outer(keep_rows(self.left, keep), keep_rows(self.right, keep), self.ones, self.transposed)
 
+    @staticmethod
+    def cat(outers: list[Outer]) -> Outer:
+        """Several uses of one weight: their positions side by side."""
+        left, right = torch.cat([o.left for o in outers], 1), torch.cat([o.right for o in outers], 1)
+        return Outer(left, right, outers[0].ones, outers[0].transposed)
+
 
 def matrix(left: Tensor, right: Tensor, room: Room, ones: bool = False, transposed: bool = False) -> Form:
     """`Outer`, or `Dense` where it is cheaper to form the gradients and they take little more memory than (a, δ).
@@ -247,23 +253,12 @@ def join(forms: list[Form]) -> Form:
         return forms[0]
     outers = [form for form in forms if isinstance(form, Outer)]
     rows = [form for form in forms if isinstance(form, Rows)]
-    if len(outers) + len(rows) == len(forms) and len({outer.transposed for outer in outers}) <= 1:
-        outer = (
-            Outer(
-                torch.cat([o.left for o in outers], 1),
-                torch.cat([o.right for o in outers], 1),
-                outers[0].ones,
-                outers[0].transposed,
-            )
-            if outers
-            else None
-        )
-        row = Rows.cat(rows) if rows else None
-        if outer is None and row is not None:
-            return row
-        if outer is not None and row is None:
-            return outer
-        if outer is not None and row is not None and not outer.transposed:
-            return TiedHead(outer, row)
+    orientations = {outer.transposed for outer in outers}
+    if len(outers) == len(forms) and len(orientations) == 1:
+        return Outer.cat(outers)
+    if len(rows) == len(forms):
+        return Rows.cat(rows)
+    if len(outers) + len(rows) == len(forms) and orientations == {False}:
+        return TiedHead(Outer.cat(outers), Rows.cat(rows))
     grads = [form.per_sample() for form in forms]
     return Dense([torch.stack(parts).sum(0) for parts in zip(*grads, strict=True)])
