@@ -10,6 +10,11 @@ from dpkfc.accounting.ledger import Ledger
 from dpkfc.errors import PrivacyError
 from dpkfc.fix import fix
 from dpkfc.geometry.identity import Identity
+from dpkfc.geometry.kfc import KFC
+from dpkfc.geometry.probes.pink import PinkNoise
+from dpkfc.geometry.probes.public import Hybrid, Oracle, PublicData
+from dpkfc.geometry.probes.tabular import Tabular
+from dpkfc.geometry.probes.tokens import Tokens
 from dpkfc.losses import mean_over_records
 from dpkfc.noise.independent import Independent
 from dpkfc.plan import Plan
@@ -17,12 +22,19 @@ from dpkfc.private import Private, make_private
 
 __version__ = "0.1.0"
 __all__ = [
+    "KFC",
+    "Hybrid",
     "Identity",
     "Independent",
     "Ledger",
+    "Oracle",
+    "PinkNoise",
     "Plan",
     "PrivacyError",
     "Private",
+    "PublicData",
+    "Tabular",
+    "Tokens",
     "fix",
     "make_private",
     "mean_over_records",

@@ -82,7 +82,7 @@ class Private:
         self._ledger, self._run = ledger, uuid.uuid4().hex
         self._lost_steps = 0  # charged by a run that did not survive to write them into its checkpoint
         self._ledger_open = False
-        self._sums: dict[Slot, list[Tensor]] = {}
+        self._sums: dict[tuple[Slot, bool], list[Tensor]] = {}  # True: of gradients that are mapped already
         self._rows = 0
         self._chunk: Chunk | None = None
         self._rates_at_partial_step: list[float] | None = None
@@ -118,7 +118,7 @@ class Private:
                 return
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs besides model and optimizer; plain JSON. Holds secret keys."""
+        """What a resumed run needs besides model and optimizer: numbers, strings and tensors. Holds secret keys."""
         return {
             "plan": self.plan.to_json(),
             "step": self.steps,
@@ -126,6 +126,7 @@ class Private:
             "key": self._key.hex(),
             "run": self._run,
             "not_private": vars(self.not_private).copy(),
+            "geometry": self._geometry.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -152,6 +153,7 @@ class Private:
             key = sub_key(key + os.urandom(32), "after a loss")
         self.steps, self._lost_steps, self._key, self._run = int(state["step"]), lost, key, state["run"]
         self.not_private = NotPrivate(**state["not_private"])
+        self._geometry.load_state_dict(state["geometry"])
         self._forget_batch()
 
     def save(self, path: str | os.PathLike[str], **others: Any) -> None:
@@ -183,12 +185,18 @@ class Private:
             self._ledger_open = True
         if chunk.first:
             self._forget_batch()
+            self._refresh()
         elif self._rates_at_partial_step not in (None, self._rates()):
             raise PrivacyError(
                 "a learning-rate scheduler was stepped within one logical batch, which max_physical_batch_size has "
                 "split. Write `if private.took_step: scheduler.step()`"
             )
         self._chunk = chunk
+
+    def _refresh(self) -> None:
+        """New maps at the present weights, which are public: results of earlier steps. No record has a part in it."""
+        if self._geometry.due(self.steps):
+            self._geometry.refresh(self.model, self._tape, self.steps)
 
     def _rates(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -224,9 +232,10 @@ class Private:
         while forms:
             slot, form = forms.popitem()
             total = (form if whole else form.masked(finite)).weighted_sum(weights * (scale / self.plan.batch_size))
-            if slot in self._sums:
-                total = [before.add_(part) for before, part in zip(self._sums[slot], total, strict=True)]
-            self._sums[slot] = total
+            place = slot, form.mapped
+            if place in self._sums:
+                total = [before.add_(part) for before, part in zip(self._sums[place], total, strict=True)]
+            self._sums[place] = total
         self._tape.recycle()
         self._rows += batch
         self.not_private.samples += batch
@@ -270,27 +279,33 @@ class Private:
         self.steps += 1  # charged: from here on it counts, also if what follows fails
         self._key = next_key(key)
         self._forget_batch()
-        self._release(sums, sub_key(key, "noise"))
+        with exactly(next(self.model.parameters()).device):
+            self._release(sums, sub_key(key, "noise"))
 
-    def _release(self, sums: dict[Slot, list[Tensor]], key: bytes) -> None:
+    def _release(self, sums: dict[tuple[Slot, bool], list[Tensor]], key: bytes) -> None:
         """``.grad = (Σ clip(U g_i) + N(0, σ²C² I)) / E[batch]`` for every trainable parameter, used or not.
 
-        The sums hold ``Σ w_i g_i / E[batch]``; the map is linear, so U is applied here, once. Any geometry, however it
-        changes from step to step, hands over a sum that one record moves by at most C in these same
-        coordinates, and the noise is added in them: nothing more is asked of the mechanism.
+        The sums hold ``Σ w_i g_i / E[batch]``; the map is linear, so U is applied here, once, to what is not mapped
+        already. Any geometry, however it changes from step to step, hands over a sum that one record moves by at
+        most C in these same coordinates, and the noise is added in them: nothing more is asked of the mechanism. A map
+        after the noise sees only what is released.
         """
-        mapped: dict[nn.Parameter, Tensor] = {}
+        totals: dict[nn.Parameter, Tensor] = {}
         while sums:
-            slot, total = sums.popitem()
-            mapped.update(zip(slot, self._map_of(slot).apply(total), strict=True))
-        trainable = [p for p in self._names if p.requires_grad]
-        totals = [
-            mapped[p].contiguous() if p in mapped else torch.zeros_like(p, dtype=at_least_float32(p).dtype)
-            for p in trainable
-        ]
-        self._noise.add_(totals, key, self.plan.noise_scale / self.plan.batch_size)
-        for p, noisy in zip(trainable, totals, strict=True):
-            p.grad = noisy.to(p.dtype)
+            (slot, mapped), total = sums.popitem()
+            total = total if mapped else self._map_of(slot).apply(total)
+            for p, part in zip(slot, total, strict=True):
+                totals[p] = totals[p] + part if p in totals else part
+        trainable = {name: p for p, name in self._names.items() if p.requires_grad}
+        noisy = {
+            name: totals[p].contiguous() if p in totals else torch.zeros_like(p, dtype=at_least_float32(p).dtype)
+            for name, p in trainable.items()
+        }
+        self._noise.add_(list(noisy.values()), key, self.plan.noise_scale / self.plan.batch_size)
+        for names, after in self._geometry.after_noise().items():
+            noisy.update(zip(names, after.apply([noisy[name] for name in names]), strict=True))
+        for name, p in trainable.items():
+            p.grad = noisy[name].to(p.dtype)
 
     def _map_of(self, slot: Slot) -> Map:
         return self._geometry.map_of(tuple(self._names[p] for p in slot))
@@ -385,6 +400,7 @@ def make_private(
     check_model(model)
     check_optimizer(model, optimizer)
     geometry = Identity() if geometry is None else geometry
+    geometry.prepare(model)
     noise = Independent() if noise is None else noise
     records = len(data)  # type: ignore[arg-type]
     plan = Plan.make(

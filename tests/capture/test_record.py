@@ -19,8 +19,9 @@ def test_positions_that_cancel_do_not_hide_a_norm(size: float, ones: bool) -> No
     torch.manual_seed(0)
     left, right = torch.randn(5, 8, 200), torch.randn(5, 8, 300)
     rest = torch.randn(5, 8, 200) * size
-    outer = Outer(torch.cat([left + rest, -left], 1), torch.cat([right, right], 1), ones)
-    exact = Outer(outer.left.double(), outer.right.double(), ones).per_sample()
+    last = torch.ones(5, 16) if ones else None
+    outer = Outer(torch.cat([left + rest, -left], 1), torch.cat([right, right], 1), last)
+    exact = Outer(outer.left.double(), outer.right.double(), last).per_sample()
     want = sum(g.flatten(1).square().sum(1) for g in exact).sqrt()
     got = outer.squared_norms(METRIC).double().sqrt()
     products = outer.left.flatten(1).norm(dim=1).double() * outer.right.flatten(1).norm(dim=1).double()

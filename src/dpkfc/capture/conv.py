@@ -9,6 +9,7 @@ padding of any mode is applied to the input first.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -91,16 +92,24 @@ class Patches:
     delta: Tensor
     ones: bool
 
-    def squared_norms(self, metric: Map) -> Tensor:
+    mapped = False
+
+    def _split(self) -> Iterator[Patches]:
+        """A few samples at a time, so that their formed gradients take no more than `ROOM` times what they come from."""
         inputs = self.padded.numel() + self.delta.numel()
         block = max(1, ROOM * inputs // self.module.weight.numel())
-        pieces = zip(self.padded.split(block), self.delta.split(block), strict=True)
-        norms = torch.cat(
-            [sum_of_squares(metric.apply(Patches(self.module, x, d, self.ones).per_sample())) for x, d in pieces]
-        )
+        for x, delta in zip(self.padded.split(block), self.delta.split(block), strict=True):
+            yield Patches(self.module, x, delta, self.ones)
+
+    def squared_norms(self, metric: Map) -> Tensor:
+        norms = torch.cat([sum_of_squares(metric.apply(piece.per_sample())) for piece in self._split()])
         # an entry of the input is in at most as many patches as the kernel has positions
         patches_size = squared_size(self.padded) * math.prod(self.module.kernel_size)
-        return with_slack(norms, squared_size(self.delta) * patches_size)
+        return with_slack(norms, squared_size(self.delta) * patches_size, metric.gain)
+
+    def squares(self) -> list[Tensor]:
+        pieces = [Dense(piece.per_sample()).squares() for piece in self._split()]
+        return [torch.stack(parts).sum(0) for parts in zip(*pieces, strict=True)]
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
         delta = at_least_float32(self.delta)
@@ -137,8 +146,8 @@ def conv(use: Use) -> Slots:
     joint = use.joint and wanted == {"weight", "bias"}
     slots: Slots = []
     if "weight" in wanted:
-        name = ("weight", "bias") if joint else ("weight",)
-        slots.append((name, _weight_form(module, pad_input(module, x), delta, joint, batch)))
+        name: tuple[str, ...] = ("weight", "bias") if joint else ("weight",)
+        slots.append((name, _weight_form(module, pad_input(module, x), delta, joint, batch, use.map_of(name))))
     if "bias" in wanted and not joint:
         slots.append(
             (("bias",), Dense([at_least_float32(delta).flatten(2).sum(2).view(batch, -1, delta.shape[1]).sum(1)]))
@@ -146,7 +155,7 @@ def conv(use: Use) -> Slots:
     return slots
 
 
-def _weight_form(module: Conv, padded: Tensor, delta: Tensor, ones: bool, batch: int) -> Form:
+def _weight_form(module: Conv, padded: Tensor, delta: Tensor, ones: bool, batch: int, metric: Map) -> Form:
     """Few positions and many channels: Gram matrices over patches. Otherwise: form the gradients."""
     positions, (out, *inner) = delta[0, 0].numel(), module.weight.shape
     into = math.prod(inner)
@@ -154,7 +163,12 @@ def _weight_form(module: Conv, padded: Tensor, delta: Tensor, ones: bool, batch:
     if len(padded) != batch:  # several images a sample: their gradients add
         return Dense([g.view(batch, -1, *g.shape[1:]).sum(1) for g in form.per_sample()])
     if module.groups == 1 and positions * (out + into) < out * into:
-        return _Flattened(Outer(delta.flatten(2).transpose(1, 2), patches(module, padded), ones), module.weight.shape)
+        left, right = delta.flatten(2).transpose(1, 2), patches(module, padded)
+        last = torch.ones(left.shape[:2], device=left.device) if ones else None
+        outer = Outer(left, right, last)
+        if sum(metric.work) and positions == 1:
+            outer = outer.map_first(metric)
+        return _Flattened(outer, module.weight.shape)
     if batch * module.weight.numel() <= ROOM * (padded.numel() + delta.numel()):
         return Dense(form.per_sample())
     return form
@@ -167,6 +181,10 @@ class _Flattened:
     outer: Outer
     shape: torch.Size
 
+    @property
+    def mapped(self) -> bool:
+        return self.outer.mapped
+
     def squared_norms(self, metric: Map) -> Tensor:
         return self.outer.squared_norms(metric)
 
@@ -177,6 +195,10 @@ class _Flattened:
     def per_sample(self) -> list[Tensor]:
         weight, *bias = self.outer.per_sample()
         return [weight.view(-1, *self.shape), *bias]
+
+    def squares(self) -> list[Tensor]:
+        weight, *bias = self.outer.squares()
+        return [weight.view(self.shape), *bias]
 
     def masked(self, keep: Tensor) -> _Flattened:
         return _Flattened(self.outer.masked(keep), self.shape)

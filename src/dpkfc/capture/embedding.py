@@ -20,15 +20,24 @@ class Rows:
     values: Tensor
     count: int
 
-    def squared_norms(self, metric: Map) -> Tensor:
-        """Positions of a sample with the same id fall on the same row, so they are added before squaring."""
-        batch = len(self.ids)
-        offsets = torch.arange(batch, device=self.ids.device).unsqueeze(1) * self.count
+    mapped = False
+
+    def _merged(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Sample, row and value: positions of a sample with the same id fall on the same row, so they are added."""
+        offsets = torch.arange(len(self.ids), device=self.ids.device).unsqueeze(1) * self.count
         keys, inverse = torch.unique(self.ids + offsets, return_inverse=True)
         values = at_least_float32(self.values).flatten(0, 1)
         rows = values.new_zeros(len(keys), values.shape[1]).index_add_(0, inverse.flatten(), values)
-        rows = metric.rows(keys % self.count, rows)
-        return rows.new_zeros(batch).index_add_(0, keys // self.count, rows.square().sum(1))
+        return keys // self.count, keys % self.count, rows
+
+    def squared_norms(self, metric: Map) -> Tensor:
+        samples, ids, rows = self._merged()
+        rows = metric.rows(ids, rows)
+        return rows.new_zeros(len(self.ids)).index_add_(0, samples, rows.square().sum(1))
+
+    def squares(self) -> list[Tensor]:
+        _, ids, rows = self._merged()
+        return [rows.new_zeros(self.count, rows.shape[1]).index_add_(0, ids, rows.square())]
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
         values = at_least_float32(self.values)
@@ -64,14 +73,18 @@ class TiedHead:
     head: Outer
     rows: Rows
 
+    mapped = False
+
     def squared_norms(self, metric: Map) -> Tensor:
         parts = self.head.squared_norms(metric) + self.rows.squared_norms(metric)
         return without_cancellation(parts + 2 * self._cross(metric), parts, lambda i: self._exactly(i, metric))
 
     def _cross(self, metric: Map) -> Tensor:
-        left, right, _ = metric.factors(at_least_float32(self.head.left), at_least_float32(self.head.right), False)
+        """``⟨U E, U H⟩ = ⟨U² E, H⟩``: the map of a tied weight scales its entries."""
+        left, right = at_least_float32(self.head.left), at_least_float32(self.head.right)
         ids, values = self.rows.ids, at_least_float32(self.rows.values)
-        values = metric.rows(ids.flatten(), values.flatten(0, 1)).view_as(values)
+        flat = ids.flatten()
+        values = metric.rows(flat, metric.rows(flat, values.flatten(0, 1))).view_as(values)
         picked = left.gather(2, ids.unsqueeze(1).expand(-1, left.shape[1], -1))
         return torch.bmm(right, values.transpose(1, 2)).mul_(picked).sum((1, 2))
 
@@ -80,7 +93,7 @@ class TiedHead:
         rows = Rows(self.rows.ids[i], self.rows.values[i].double(), self.rows.count)
         norms = head.squared_norms(metric) + rows.squared_norms(metric) + 2 * TiedHead(head, rows)._cross(metric)
         return with_slack(
-            norms.clamp(min=0).float(), squared_size(head.left).float() * squared_size(head.right).float()
+            norms.float(), squared_size(head.left).float() * squared_size(head.right).float(), metric.gain
         )
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
@@ -89,6 +102,16 @@ class TiedHead:
 
     def per_sample(self) -> list[Tensor]:
         return [self.head.per_sample()[0] + self.rows.per_sample()[0]]
+
+    def squares(self) -> list[Tensor]:
+        total = torch.zeros(self.rows.count, self.rows.values.shape[2], device=self.rows.ids.device)
+        for i in range(len(self.rows.ids)):
+            total += self._one(i).per_sample()[0][0].square()
+        return [total]
+
+    def _one(self, i: int) -> TiedHead:
+        one, head, rows = slice(i, i + 1), self.head, self.rows
+        return TiedHead(Outer(head.left[one], head.right[one]), Rows(rows.ids[one], rows.values[one], rows.count))
 
     def masked(self, keep: Tensor) -> TiedHead:
         return TiedHead(self.head.masked(keep), self.rows.masked(keep))

@@ -26,12 +26,12 @@ def conv1d_of_transformers(use: Use) -> Slots:
 
 def _matrix(use: Use, transposed: bool) -> Slots:
     a, delta = as_positions(use.a, use.batch), as_positions(use.delta, use.batch)
-    if use.joint and use.wanted == {"weight", "bias"}:
-        return [(("weight", "bias"), matrix(delta, a, use.room, ones=True, transposed=transposed))]
     slots: Slots = []
-    if "weight" in use.wanted and use.joint:
-        slots.append((("weight",), matrix(delta, a, use.room, transposed=transposed)))
-    elif "weight" in use.wanted:  # tied: `Outer` can be joined with the other uses
+    if use.joint and "weight" in use.wanted:
+        names = ("weight", "bias") if "bias" in use.wanted else ("weight",)
+        form = matrix(delta, a, use.room, use.map_of(names), bias="bias" in use.wanted, transposed=transposed)
+        return [(names, form)]
+    if "weight" in use.wanted:  # tied: `Outer` can be joined with the other uses
         slots.append((("weight",), Outer(delta, a, transposed=transposed)))
     if "bias" in use.wanted:
         slots.append((("bias",), Dense([at_least_float32(delta).sum(1)])))

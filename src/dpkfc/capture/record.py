@@ -7,6 +7,8 @@ them into one of a few forms that know three things without autograd:
 * `weighted_sum(w)`: ``Σ_i w_i g_i``, unmapped: ``Σ w_i U g_i = U Σ w_i g_i``, so the map is applied once;
 * `per_sample()`: the g_i themselves, for whatever has no shortcut.
 
+Where mapping the factors first is cheaper, a form is `mapped`: it holds U g_i, and the map is not applied again.
+
 `Outer` and `Dense` are here; `conv.Patches` and `embedding.Rows` beside their layers. Sums of squares
 are taken in float32 or better, whatever the model computes in.
 """
@@ -15,14 +17,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from dpkfc.geometry.identity import Map
+from dpkfc.geometry.identity import UNCHANGED, Map
 
 LARGE_PRODUCT = 2_000_000  # multiplications from which a matrix product stands for itself
 SHORT = 8  # positions up to which Gram matrices cost next to nothing
@@ -58,14 +60,24 @@ class Use:
     joint: bool  # weight and bias form one slot; not where a tied weight has other uses
     batch: int
     room: Room = field(default_factory=Room)
+    map_of: Callable[[tuple[str, ...]], Map] = lambda names: UNCHANGED
 
 
 class Form(Protocol):
     """The gradients of one slot (one parameter, or weight and bias of one layer), one per sample."""
 
+    @property
+    def mapped(self) -> bool:
+        """Are these U g already, rather than g?"""
+        ...
+
     def squared_norms(self, metric: Map) -> Tensor: ...
     def weighted_sum(self, weights: Tensor) -> list[Tensor]: ...
     def per_sample(self) -> list[Tensor]: ...
+    def squares(self) -> list[Tensor]:
+        """``Σ_i g_i²``, entry by entry."""
+        ...
+
     def masked(self, keep: Tensor) -> Form:
         """The same with every entry of the samples not kept set to zero (NaN included)."""
         ...
@@ -108,15 +120,21 @@ def without_cancellation(norms: Tensor, parts: Tensor, again: Callable[[Tensor],
     return norms
 
 
-def with_slack(norms: Tensor, products: Tensor) -> Tensor:
-    """Squared norms with room for the rounding of the weighted sum: ``(‖g‖ + eps ‖left‖ ‖right‖)²``.
+def with_slack(norms: Tensor, products: Tensor, gain: float) -> Tensor:
+    """Squared norms with room for the rounding of the weighted sum: ``(‖U g‖ + eps ‖U‖ ‖left‖ ‖right‖)²``.
 
     The sum adds products left_t right_tᵀ in floating point, with an error relative to the products, whose
     total ``‖left‖² ‖right‖²`` is the second argument. Commonly that error is a millionth of the norm; for a
-    record whose products cancel it can be all of it.
+    record whose products cancel it can be all of it. The map enlarges it by at most ‖U‖, its `gain`, while it may
+    shrink the gradient itself.
     """
     eps = torch.finfo(norms.dtype).eps / 2
-    return (norms.sqrt() + eps * products.sqrt()).square()
+    return (norms.clamp(min=0).sqrt() + eps * gain * products.sqrt()).square()
+
+
+def total_products(products: list[Tensor]) -> Tensor | None:
+    """The `products` of a sum of gradients: ``(Σ_u ‖left_u‖ ‖right_u‖)²``."""
+    return torch.stack([p.sqrt() for p in products]).sum(0).square() if products else None
 
 
 def squared_size(x: Tensor) -> Tensor:
@@ -137,11 +155,11 @@ def gram(x: Tensor) -> Tensor:
     return out
 
 
-def _gram_norms(left: Tensor, right: Tensor, ones: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _gram_norms(left: Tensor, right: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """``Σ_{t,s} (left_t · left_s)(right_t · right_s)`` per sample; its terms with t = s; ``‖left‖² ‖right‖²``."""
     products, of_left = gram(right), gram(left)
-    if ones:
-        products += 1
+    if last is not None:
+        products.addcmul_(last.unsqueeze(1), last.unsqueeze(2))
     sizes = [m.diagonal(dim1=1, dim2=2).sum(1) for m in (products, of_left)]
     products.mul_(of_left)
     return products.sum((1, 2)), products.diagonal(dim1=1, dim2=2).sum(1), sizes[0] * sizes[1]
@@ -152,18 +170,30 @@ class Dense:
     """Per-sample gradients as they are: [B, *shape] for each parameter of the slot."""
 
     grads: list[Tensor]
+    mapped: bool = False
+    products: Tensor | None = None  # of the factors that mapped gradients came from: `with_slack`
+    gain: float = 1.0  # of the map that they have behind them
 
     def squared_norms(self, metric: Map) -> Tensor:
-        return sum_of_squares(metric.apply([at_least_float32(g) for g in self.grads]))
+        grads = self.per_sample()
+        if self.mapped or metric is UNCHANGED:
+            norms = sum_of_squares(grads)
+            return norms if self.products is None else with_slack(norms, self.products, self.gain)
+        norms = sum_of_squares(metric.apply(grads))
+        return with_slack(norms, sum_of_squares(grads), metric.gain)
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
-        return [torch.tensordot(weights.to(x.dtype), x, dims=1) for x in map(at_least_float32, self.grads)]
+        return [torch.tensordot(weights.to(x.dtype), x, dims=1) for x in self.per_sample()]
 
     def per_sample(self) -> list[Tensor]:
         return [at_least_float32(g) for g in self.grads]
 
+    def squares(self) -> list[Tensor]:
+        return [g.square().sum(0) for g in self.per_sample()]
+
     def masked(self, keep: Tensor) -> Dense:
-        return Dense([keep_rows(g, keep) for g in self.grads])
+        products = None if self.products is None else keep_rows(self.products, keep)
+        return Dense([keep_rows(g, keep) for g in self.grads], self.mapped, products, self.gain)
 
 
 @dataclass
@@ -171,8 +201,8 @@ class Outer:
     """``g_i = Σ_t left_it right_itᵀ``: every layer that is a matrix product over shared positions t.
 
     left is [B, T, p], right [B, T, q], and the parameter [p, q] (or [q, p] if `transposed`, as in Hugging
-    Face's Conv1D). With `ones`, a trailing coordinate 1 stands behind `right`, and its column Σ_t left_t is
-    the gradient of the bias.
+    Face's Conv1D). `last` ([B, T]), if any, is one more coordinate behind `right`: its column Σ_t last_t left_t is
+    the gradient of the bias, whose input is 1.
 
     The squared norm is ``Σ_{t,s} (left_t · left_s)(right_t · right_s)``: T²(p+q) products through two Gram
     matrices, or T·p·q by forming g_i a few samples at a time; the cheaper one is taken.
@@ -180,67 +210,136 @@ class Outer:
 
     left: Tensor
     right: Tensor
-    ones: bool = False
+    last: Tensor | None = None
     transposed: bool = False
+    mapped: bool = False
+    products: Tensor | None = None  # ``‖left‖² ‖right‖²`` before they were mapped
+    gain: float = 1.0  # of that map
+
+    def map_first(self, metric: Map) -> Outer:
+        """The same gradients mapped: ``U_G left_t`` and ``U_A right_t``."""
+        left, right = at_least_float32(self.left), at_least_float32(self.right)
+        products = self._products()
+        left, right, last = metric.factors(left, right, self.last)
+        return Outer(left, right, last, self.transposed, True, products, metric.gain)
+
+    def _products(self) -> Tensor:
+        """``‖left‖² ‖right‖²`` as they were before any map."""
+        if self.products is not None:
+            return self.products
+        extra = 0.0 if self.last is None else squared_size(self.last)
+        return squared_size(self.left) * (squared_size(self.right) + extra)
 
     def squared_norms(self, metric: Map) -> Tensor:
         batch, length, p = self.left.shape
         q = self.right.shape[2]
-        if length > 1 and length * (p + q) > p * q:
-            block = max(1, batch * length * (p + q) // (p * q))
-            pieces = zip(self.left.split(block), self.right.split(block), strict=True)
-            formed = (Outer(le, ri, self.ones, self.transposed).per_sample() for le, ri in pieces)
-            norms = torch.cat([sum_of_squares(metric.apply(grads)) for grads in formed])
-            return with_slack(norms, squared_size(self.left) * squared_size(self.right))
-        left, right, ones = metric.factors(at_least_float32(self.left), at_least_float32(self.right), self.ones)
+        metric, gain = (UNCHANGED, self.gain) if self.mapped else (metric, metric.gain)
         if length == 1:
-            return squared_size(left) * (squared_size(right) + float(ones))
-        norms, parts, products = _gram_norms(left, right, ones)
-        norms = without_cancellation(norms, parts, lambda i: _gram_norms(left[i].double(), right[i].double(), ones)[0])
-        return with_slack(norms, products)
+            return self._norms_of_one(metric, gain)
+        of_left, of_right = metric.work
+        by_gram = length * length * (p + q) + length * (of_left + of_right)
+        by_forming = length * p * q + q * of_left + p * of_right
+        if not metric.factored or by_forming < by_gram:
+            block = max(1, batch * length * (p + q) // (p * q))
+            norms = torch.cat([sum_of_squares(metric.apply(piece.per_sample())) for piece in self._split(block)])
+            return with_slack(norms, self._products(), gain)
+        left, right, last = metric.factors(at_least_float32(self.left), at_least_float32(self.right), self.last)
+        norms, parts, products = _gram_norms(left, right, last)
+        norms = without_cancellation(
+            norms,
+            parts,
+            lambda i: _gram_norms(left[i].double(), right[i].double(), None if last is None else last[i].double())[0],
+        )
+        unmapped = metric is UNCHANGED and not self.mapped
+        return with_slack(norms, products if unmapped else self._products(), gain)
+
+    def _norms_of_one(self, metric: Map, gain: float) -> Tensor:
+        """One position: ``‖left‖² ‖right‖²``."""
+        left, right, last = at_least_float32(self.left), at_least_float32(self.right), self.last
+        if not metric.factored:
+            return metric.single(left[:, 0], right[:, 0], None if last is None else last[:, 0])
+        left, right, last = metric.factors(left, right, last)
+        norms = squared_size(left) * (squared_size(right) + (0.0 if last is None else squared_size(last)))
+        if metric is UNCHANGED and not self.mapped:
+            return norms
+        return with_slack(norms, self._products(), gain)
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
         left, right = at_least_float32(self.left), at_least_float32(self.right)
         scale = weights.to(left.dtype).view(-1, 1, 1)
         if left.shape[2] <= right.shape[2]:
-            left = left * scale
-            bias = [left.sum((0, 1))] if self.ones else []
+            left, coefficients = left * scale, self.last
         else:
             right = right * scale
-            bias = [scale.expand(-1, left.shape[1], 1).reshape(-1) @ left.flatten(0, 1)] if self.ones else []
+            coefficients = None if self.last is None else self.last * scale[:, 0]
         first, second = (right, left) if self.transposed else (left, right)
-        return [first.flatten(0, 1).T @ second.flatten(0, 1), *bias]
+        total = [first.flatten(0, 1).T @ second.flatten(0, 1)]
+        if coefficients is not None:
+            total.append(coefficients.to(left.dtype).reshape(-1) @ left.flatten(0, 1))
+        return total
 
     def per_sample(self, room: Room | None = None) -> list[Tensor]:
         left, right = at_least_float32(self.left), at_least_float32(self.right)
         first, second = (right, left) if self.transposed else (left, right)
         weight = (room or Room())((len(left), first.shape[2], second.shape[2]), like=left)
         torch.bmm(first.transpose(1, 2), second, out=weight)
-        return [weight, left.sum(1)] if self.ones else [weight]
+        if self.last is None:
+            return [weight]
+        return [weight, torch.bmm(self.last.to(left.dtype).unsqueeze(1), left).squeeze(1)]
+
+    def squares(self) -> list[Tensor]:
+        if self.left.shape[1] == 1:
+            last = None if self.last is None else self.last.square()
+            ones = torch.ones(len(self.left), device=self.left.device)
+            left, right = at_least_float32(self.left), at_least_float32(self.right)
+            return Outer(left.square(), right.square(), last, self.transposed).weighted_sum(ones)
+        total = [0.0, 0.0]
+        for piece in self._split(1):
+            for k, squares in enumerate(Dense(piece.per_sample()).squares()):
+                total[k] = total[k] + squares
+        return [t for t in total if isinstance(t, Tensor)]
+
+    def _split(self, block: int) -> Iterator[Outer]:
+        for begin in range(0, len(self.left), block):
+            yield self._picked(slice(begin, begin + block))
+
+    def _picked(self, rows: slice) -> Outer:
+        last = None if self.last is None else self.last[rows]
+        return Outer(self.left[rows], self.right[rows], last, self.transposed)
 
     def masked(self, keep: Tensor) -> Outer:
-        return Outer(keep_rows(self.left, keep), keep_rows(self.right, keep), self.ones, self.transposed)
+        left, right, last, products = (
+            None if x is None else keep_rows(x, keep) for x in (self.left, self.right, self.last, self.products)
+        )
+        assert left is not None and right is not None
+        return Outer(left, right, last, self.transposed, self.mapped, products, self.gain)
 
     @staticmethod
     def cat(outers: list[Outer]) -> Outer:
         """Several uses of one weight: their positions side by side."""
         left, right = torch.cat([o.left for o in outers], 1), torch.cat([o.right for o in outers], 1)
-        return Outer(left, right, outers[0].ones, outers[0].transposed)
+        lasts, products = ([x for x in xs if x is not None] for xs in zip(*((o.last, o.products) for o in outers)))
+        last = torch.cat(lasts, 1) if lasts else None
+        return Outer(left, right, last, outers[0].transposed, outers[0].mapped, total_products(products), outers[0].gain)
 
 
-def matrix(left: Tensor, right: Tensor, room: Room, ones: bool = False, transposed: bool = False) -> Form:
+def matrix(left: Tensor, right: Tensor, room: Room, metric: Map, bias: bool, transposed: bool = False) -> Form:
     """`Outer`, or `Dense` where it is cheaper to form the gradients and they take little more memory than (a, δ).
 
     Formed gradients cost T·p·q once and make the weighted sum almost free; Gram matrices cost T²(p+q), and
-    T·p·q again for the sum.
+    T·p·q again for the sum. The map comes first where it has fewer vectors to map than p, the rows of the gradient, and
+    mapped factors need not be kept beside (a, δ): one position, or formed gradients.
     """
     length, p, q = left.shape[1], left.shape[2], right.shape[2]
-    if length < SHORT or p * q > ROOM * length * (p + q):
-        return Outer(left, right, ones, transposed)
-    return Dense(Outer(left, right, ones, transposed).per_sample(room))
+    last = torch.ones(left.shape[:2], device=left.device) if bias else None
+    outer = Outer(left, right, last, transposed)
+    formed = length >= SHORT and p * q <= ROOM * length * (p + q)
+    if sum(metric.work) and (length == 1 or (formed and length < p)):
+        outer = outer.map_first(metric)
+    return Dense(outer.per_sample(room), outer.mapped, outer.products, outer.gain) if formed else outer
 
 
-def join(forms: list[Form]) -> Form:
+def join(forms: list[Form], metric: Map = UNCHANGED) -> Form:
     """One form for a parameter that was used several times, cross terms included.
 
     The per-sample gradient of a parameter is the sum over its uses; ``‖g + h‖² ≠ ‖g‖² + ‖h‖²``. Uses of the
@@ -254,11 +353,25 @@ def join(forms: list[Form]) -> Form:
     outers = [form for form in forms if isinstance(form, Outer)]
     rows = [form for form in forms if isinstance(form, Rows)]
     orientations = {outer.transposed for outer in outers}
-    if len(outers) == len(forms) and len(orientations) == 1:
+    if len(outers) == len(forms) and len(orientations) == 1 and len({form.mapped for form in forms}) == 1:
         return Outer.cat(outers)
+    if any(form.mapped for form in forms):
+        return _sum_of_mapped(forms, metric)
     if len(rows) == len(forms):
         return Rows.cat(rows)
     if len(outers) + len(rows) == len(forms) and orientations == {False}:
         return TiedHead(Outer.cat(outers), Rows.cat(rows))
     grads = [form.per_sample() for form in forms]
     return Dense([torch.stack(parts).sum(0) for parts in zip(*grads, strict=True)])
+
+
+def _sum_of_mapped(forms: list[Form], metric: Map) -> Dense:
+    """Uses of one weight, some of them mapped already (one position) and some not (several)."""
+    grads = [form.per_sample() for form in forms]
+    products = [
+        form.products if isinstance(form, Outer | Dense) and form.products is not None else sum_of_squares(parts)
+        for form, parts in zip(forms, grads, strict=True)
+    ]
+    mapped = [parts if form.mapped else metric.apply(parts) for form, parts in zip(forms, grads, strict=True)]
+    total = [torch.stack(parts).sum(0) for parts in zip(*mapped, strict=True)]
+    return Dense(total, True, total_products(products), metric.gain)

@@ -38,13 +38,17 @@ class Call:
     a: Tensor | None
     delta: Tensor
 
-    def gradients(self) -> list[tuple[Slot, Form]]:
+    def gradients(self, map_of: Callable[[Slot], Map]) -> list[tuple[Slot, Form]]:
         """The per-sample gradients of this call, keyed by the parameters they belong to."""
         unit = self.unit
         if unit.handler is None or self.a is None:
             (name,) = self.wanted
             return [((unit.parameters[name],), Dense([self.delta]))]
-        use = Use(unit.module, self.a, self.delta, set(self.wanted), unit.joint, self.batch, unit.room)
+
+        def map_of_names(names: tuple[str, ...]) -> Map:
+            return map_of(tuple(unit.parameters[name] for name in names))
+
+        use = Use(unit.module, self.a, self.delta, set(self.wanted), unit.joint, self.batch, unit.room, map_of_names)
         return [(tuple(unit.parameters[name] for name in names), form) for names, form in unit.handler(use)]
 
 
@@ -112,7 +116,7 @@ class Tape:
         self.batch: int | None = None  # samples in the forward pass under way
         self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], None] = _nothing
         self.on_gradient: Callable[[], None] = _nothing
-        self._units = units
+        self.units = units
         self._anchor = torch.zeros((), requires_grad=True)
         self._replaced: list[tuple[nn.Module, Any]] = []  # with the forward of their own that they had, if any
         self._handles = [model.register_forward_pre_hook(Hook(self._enter), with_kwargs=True)]
@@ -133,7 +137,7 @@ class Tape:
                 f"one backward reached forward passes of {sorted(batches)} samples: row i must be the same sample in "
                 "all of them. Call backward after each forward pass"
             )
-        joined = {slot: join(uses) for slot, uses in forms.items()}
+        joined = {slot: join(uses, self.map_of(slot)) for slot, uses in forms.items()}
         for slot, form in joined.items():
             if slot not in norms or len(forms[slot]) > 1:
                 norms[slot] = form.squared_norms(self.map_of(slot))
@@ -141,7 +145,7 @@ class Tape:
 
     def recycle(self) -> None:
         """The forms of earlier drains are used up: their memory may be written again."""
-        for unit in self._units:
+        for unit in self.units:
             unit.room.taken = False
 
     @contextlib.contextmanager
@@ -298,7 +302,7 @@ class Tape:
             return
         # Digested at once: norms while δ is in the cache, and small gradients formed, which lets go of activations.
         with exactly(call.delta.device):
-            for slot, form in call.gradients():
+            for slot, form in call.gradients(self.map_of):
                 uses = self._forms.setdefault(slot, [])
                 uses.append(form)
                 if call.unit.joint and len(uses) == 1:

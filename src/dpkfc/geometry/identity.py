@@ -8,19 +8,37 @@ noises g: for a fixed map P independent of the batch, ``Σ clip(P g_i)`` has sen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from dpkfc.capture.tape import Tape
 
 
 class Map(Protocol):
     """The map of one slot: one parameter, or the weight and bias of one layer."""
 
-    def factors(self, left: Tensor, right: Tensor, ones: bool) -> tuple[Tensor, Tensor, bool]:
-        """Map the factors of the gradient ``Σ_t left_t right_tᵀ`` ([B, groups, T, features] each).
+    @property
+    def gain(self) -> float:
+        """``‖U‖``, its largest eigenvalue or more: how far the rounding errors of g can grow in U g."""
 
-        With `ones`, `right` is followed by an implicit coordinate 1, whose column is the bias gradient.
+    @property
+    def work(self) -> tuple[int, int]:
+        """Multiplications to map one vector of the left factors, and one of the right."""
+
+    @property
+    def factored(self) -> bool:
+        """Does the map act on the factors of a gradient one by one? Otherwise it must be formed first."""
+
+    def factors(self, left: Tensor, right: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Map the factors of the gradient ``Σ_t left_t right_tᵀ`` ([B, T, features] each).
+
+        `last` ([B, T]), if any, is one more coordinate behind `right`, whose column is the bias gradient.
         """
+
+    def single(self, left: Tensor, right: Tensor, last: Tensor | None) -> Tensor:
+        """``‖U (left rightᵀ)‖²`` for [B, features] each, where the map is not `factored`."""
 
     def rows(self, ids: Tensor, values: Tensor) -> Tensor:
         """Map the rows `ids` ([U]) of a gradient that is zero elsewhere; `values` is [U, features]."""
@@ -35,13 +53,38 @@ class Geometry(Protocol):
     name: str
     public: bool  # False if built from the private records: the run then reports epsilon = inf
 
+    def prepare(self, model: nn.Module) -> None:
+        """Look at the model before anything is spent, and refuse what cannot work."""
+
+    def due(self, step: int) -> bool:
+        """Must the maps be built anew before this step? It may depend on nothing but the number of the step."""
+
+    def refresh(self, model: nn.Module, tape: Tape, step: int) -> None:
+        """Build the maps at the model's present weights."""
+
     def map_of(self, parameters: tuple[str, ...]) -> Map:
-        """The map for the slot with these parameter names."""
+        """The map, before clipping, for the slot with these parameter names."""
+
+    def after_noise(self) -> dict[tuple[str, ...], Map]:
+        """Maps of the noisy gradient: free post-processing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The maps, for a checkpoint."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The maps from a checkpoint."""
 
 
 class _Unchanged:
-    def factors(self, left: Tensor, right: Tensor, ones: bool) -> tuple[Tensor, Tensor, bool]:
-        return left, right, ones
+    gain = 1.0
+    work = (0, 0)
+    factored = True
+
+    def factors(self, left: Tensor, right: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        return left, right, last
+
+    def single(self, left: Tensor, right: Tensor, last: Tensor | None) -> Tensor:
+        raise NotImplementedError
 
     def rows(self, ids: Tensor, values: Tensor) -> Tensor:
         return values
@@ -50,7 +93,7 @@ class _Unchanged:
         return list(grads)
 
 
-UNCHANGED = _Unchanged()
+UNCHANGED: Map = _Unchanged()
 
 
 class Identity:
@@ -59,5 +102,23 @@ class Identity:
     name = "identity (DP-SGD)"
     public = True
 
+    def prepare(self, model: nn.Module) -> None:
+        pass
+
+    def due(self, step: int) -> bool:
+        return False
+
+    def refresh(self, model: nn.Module, tape: Tape, step: int) -> None:
+        pass
+
     def map_of(self, parameters: tuple[str, ...]) -> Map:
         return UNCHANGED
+
+    def after_noise(self) -> dict[tuple[str, ...], Map]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass

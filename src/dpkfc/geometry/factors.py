@@ -1,0 +1,285 @@
+"""Kronecker factors: second moments of probe vectors, their damping, and the roots that map gradients.
+
+A factor is ``A = (1/N) Σ x xᵀ`` over probe vectors x. Its root is ``U = (A + μ I)^(-p/2)`` with
+``μ = π tr(A)/d + γ``: π damps relative to the mean eigenvalue, γ is an absolute floor, and p = 1 is the paper's
+inverse square root (Algorithm 1, lines 10 to 17). A root is held in one of two ways:
+
+* `Full`: the d x d matrix. d multiplications for each entry that is mapped.
+* `LowRank`: ``U = c I + V diag(w) Vᵀ`` with r columns; 2r multiplications for each entry. From fewer probe vectors
+  than d it is exact, with ``c = μ^(-p/2)``. Cut at a smaller rank, the other directions share the mean of their
+  eigenvalues: ``c = (λ̄ + μ)^(-p/2)``.
+
+Any map that does not depend on the private records leaves the guarantee as it is: what is cut off here costs at
+most utility.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpkfc.errors import PrivacyError
+
+SMALL = 512  # up to this size a full eigendecomposition costs next to nothing
+OVERSAMPLE, SWEEPS = 16, 3  # of the subspace iteration
+NEGLIGIBLE = 1e-9  # eigenvalues below this share of the largest are zero
+
+
+class Moment:
+    """``Σ x xᵀ`` of vectors that arrive in pieces, for each of `groups` blocks.
+
+    Up to d vectors are kept as they are: their Gram matrix has the same eigenvalues, at less cost. From then
+    on their products are added up, so memory never exceeds d².
+    """
+
+    def __init__(self) -> None:
+        self.rows: Tensor | None = None  # [groups, n, d]
+        self.matrix: Tensor | None = None  # [groups, d, d]
+
+    def add(self, rows: Tensor) -> None:
+        """Add vectors: [groups, n, d]."""
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        if self.rows is not None:
+            rows = torch.cat([self.rows, rows], 1)
+            self.rows = None
+        if self.matrix is None and len(rows) == 1 and rows.shape[1] < rows.shape[2]:
+            self.rows = rows
+        else:
+            total = torch.bmm(rows.transpose(1, 2), rows)
+            self.matrix = total if self.matrix is None else self.matrix.add_(total)
+
+    def dense(self, count: int) -> Tensor:
+        """``(1/count) Σ x xᵀ``, [groups, d, d]."""
+        if self.rows is not None:
+            return torch.bmm(self.rows.transpose(1, 2), self.rows) / count
+        assert self.matrix is not None
+        return self.matrix / count
+
+    def spectrum(self, count: int, rank: int | None, generator: torch.Generator) -> Spectrum:
+        """Eigenvalues and eigenvectors of ``(1/count) Σ x xᵀ``: all of them, or the largest `rank`."""
+        if self.rows is not None:
+            return _from_rows(self.rows[0], count, rank)
+        matrix = self.dense(count)
+        size = matrix.shape[2]
+        trace = matrix.diagonal(dim1=1, dim2=2).sum(1).double()
+        if len(matrix) == 1 and rank is not None and size > SMALL and 4 * (rank + OVERSAMPLE) < size:
+            values, vectors = _largest(matrix[0], rank, generator)
+            return Spectrum(values[None], vectors[None], trace, size)
+        values, vectors = torch.linalg.eigh(matrix.double())
+        values, vectors = values.clamp(min=0).flip(1), vectors.flip(2)
+        if rank is not None and rank < size and len(matrix) == 1:
+            values, vectors = values[:, :rank], vectors[:, :, :rank]
+        return Spectrum(values, vectors, trace, size)
+
+
+@dataclass
+class Spectrum:
+    """The largest eigenvalues ([groups, r], decreasing) of a factor of `size`, with their vectors [groups, size, r]."""
+
+    values: Tensor
+    vectors: Tensor
+    trace: Tensor  # [groups], of the whole factor
+    size: int
+
+    def rest(self) -> Tensor:
+        """The mean of the eigenvalues that are not listed, for each group."""
+        missing = self.size - self.values.shape[1]
+        return (self.trace - self.values.sum(1)).clamp(min=0) / max(missing, 1)
+
+    def damping(self, relative: float, absolute: float) -> Tensor:
+        """``μ = π tr/d + γ`` for each group."""
+        return relative * self.trace / self.size + absolute
+
+    def root(self, power: float, relative: float, absolute: float, like: Tensor, bias: bool) -> Root | None:
+        """``(A + μ I)^(-power/2)``; None (no map) of a factor that is zero: nothing is known of it."""
+        return self._function(lambda x, mu: (x + mu) ** (-power / 2), relative, absolute, like, bias)
+
+    def trace_keeping_root(
+        self, power: float, relative: float, absolute: float, like: Tensor, bias: bool
+    ) -> Root | None:
+        """``z (A + μ I)^(-power/2)`` with z such that ``tr(A U²) = tr(A)``: a map that keeps the probes' energy."""
+        mu, missing = self.damping(relative, absolute), self.size - self.values.shape[1]
+        if not bool((self.trace > 0).all()):
+            return None
+        kept = (self.values * (self.values + mu[:, None]) ** -power).sum(1)
+        kept = kept + missing * self.rest() * (self.rest() + mu) ** -power
+        scale = (self.trace / kept).sqrt()[:, None]
+        return self._function(lambda x, mu: scale * (x + mu) ** (-power / 2), relative, absolute, like, bias)
+
+    def _function(self, function: Any, relative: float, absolute: float, like: Tensor, bias: bool) -> Root | None:
+        if not bool(torch.isfinite(self.trace).all()):
+            raise PrivacyError("not finite")
+        mu = self.damping(relative, absolute)
+        if not bool((self.trace > 0).all()):
+            return None
+        values = function(self.values, mu[:, None])
+        rank = self.values.shape[1]
+        if rank == self.size:
+            full = torch.bmm(self.vectors * values[:, None], self.vectors.transpose(1, 2))
+            return Full(_symmetric(full).to(like), bias)
+        base = float(function(self.rest()[:, None], mu[:, None]))
+        if 2 * rank >= self.size:
+            vectors = self.vectors[0]
+            full = base * torch.eye(self.size, dtype=vectors.dtype, device=vectors.device)
+            full = full + (vectors * (values[0] - base)) @ vectors.T
+            return Full(_symmetric(full[None]).to(like), bias)
+        return LowRank(base, self.vectors[0].to(like).contiguous(), (values[0] - base).to(like), bias)
+
+
+def _symmetric(matrices: Tensor) -> Tensor:
+    return (matrices + matrices.transpose(1, 2)) / 2
+
+
+def _from_rows(rows: Tensor, count: int, rank: int | None) -> Spectrum:
+    """Through the n x n Gram matrix: ``X Xᵀ w = λ w`` gives ``A (Xᵀ w) = λ (Xᵀ w)``, exactly, for n < d vectors."""
+    rows = rows.double()
+    gram = rows @ rows.T / count
+    trace = gram.diagonal().sum()[None]
+    values, vectors = torch.linalg.eigh(gram)
+    values, vectors = values.flip(0), vectors.flip(1)
+    keep = int((values > NEGLIGIBLE * values[0].clamp(min=0)).sum())
+    keep = max(min(keep, rank or keep), 1)
+    values, vectors = values[:keep].clamp(min=0), vectors[:, :keep]
+    columns = rows.T @ vectors
+    columns = columns / columns.norm(dim=0).clamp(min=torch.finfo(columns.dtype).tiny)
+    return Spectrum(values[None], columns[None], trace, rows.shape[1])
+
+
+def _largest(matrix: Tensor, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The largest eigenvalues of a symmetric matrix and their vectors, by subspace iteration."""
+    start = torch.randn(len(matrix), rank + OVERSAMPLE, generator=generator)
+    basis = torch.linalg.qr(matrix @ start.to(matrix)).Q
+    for _ in range(SWEEPS):
+        basis = torch.linalg.qr(matrix @ basis).Q
+    small = basis.T @ (matrix @ basis)
+    values, vectors = torch.linalg.eigh(_symmetric(small.double()[None])[0])
+    return values.flip(0)[:rank].clamp(min=0), (basis.double() @ vectors).flip(1)[:, :rank]
+
+
+@dataclass
+class Full:
+    """A symmetric matrix for each group, [groups, d, d]. With `bias`, the last coordinate is the homogeneous one."""
+
+    matrix: Tensor
+    bias: bool
+
+    @property
+    def size(self) -> int:
+        return self.matrix.shape[2]
+
+    @property
+    def rank(self) -> int:
+        return self.size
+
+    @property
+    def work(self) -> int:
+        """Multiplications to map one vector."""
+        return self.size * self.size
+
+    @cached_property
+    def gain(self) -> float:
+        """The largest eigenvalue."""
+        return float(torch.linalg.matrix_norm(self.matrix.float(), 2).max())
+
+    def right(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """``(x, last) U`` for vectors x [..., groups, n, d], whose last coordinate, if any, is apart: [..., groups, n]."""
+        u = self.matrix.to(x.dtype)
+        if not self.bias:
+            return _times(x, u), last
+        assert last is not None
+        out = _times(x, u[:, :-1, :-1])
+        out.addcmul_(last.unsqueeze(-1), u[:, None, -1, :-1])
+        return out, _times(x, u[:, :-1, -1:]).squeeze(-1) + last * u[:, None, -1, -1]
+
+    def left(self, x: Tensor) -> Tensor:
+        """``U x`` for columns x [..., groups, d, n]."""
+        return _times(x.transpose(-1, -2), self.matrix.to(x.dtype)).transpose(-1, -2)
+
+    def state(self) -> dict[str, Any]:
+        return {"matrix": self.matrix, "bias": self.bias}
+
+
+def _times(x: Tensor, matrices: Tensor) -> Tensor:
+    """[..., groups, n, d] times [groups, d, e], without copying the matrices for every batch."""
+    if len(matrices) == 1:
+        return torch.matmul(x.reshape(-1, x.shape[-1]), matrices[0]).view(*x.shape[:-1], matrices.shape[2])
+    return torch.einsum("...gnd,gde->...gne", x, matrices)
+
+
+@dataclass
+class LowRank:
+    """``c I + V diag(w) Vᵀ`` for a single group; V is [d, r]. With `bias`, its last row is the homogeneous coordinate."""
+
+    base: float
+    vectors: Tensor
+    weights: Tensor
+    bias: bool
+
+    @property
+    def size(self) -> int:
+        return self.vectors.shape[0]
+
+    @property
+    def rank(self) -> int:
+        return self.vectors.shape[1]
+
+    @property
+    def work(self) -> int:
+        """Multiplications to map one vector."""
+        return 2 * self.size * self.rank
+
+    @cached_property
+    def gain(self) -> float:
+        """The largest eigenvalue, or more."""
+        return max(self.base, float((self.base + self.weights).abs().max()))
+
+    @cached_property
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """V without its last row, that row, ``(V diag(w))ᵀ`` likewise: laid out as the products read them."""
+        end = self.size - int(self.bias)
+        scaled = self.vectors * self.weights
+        return (
+            self.vectors[:end].contiguous(),
+            self.vectors[end:].flatten(),
+            scaled[:end].T.contiguous(),
+            scaled[end:].flatten(),
+        )
+
+    def right(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """``(x, last) U`` for vectors x [..., d], whose last coordinate, if any, is apart: [...]."""
+        vectors, bottom, scaled, scaled_bottom = (part.to(x.dtype) for part in self._parts)
+        flat = x.reshape(-1, x.shape[-1])
+        inside = flat @ vectors
+        if last is not None and self.bias:
+            inside.addr_(last.reshape(-1), bottom)
+            last = (last.reshape(-1) * self.base).addmv_(inside, scaled_bottom).view_as(last)
+        return torch.addmm(flat, inside, scaled, beta=self.base).view(x.shape), last
+
+    def left(self, x: Tensor) -> Tensor:
+        """``U x`` for columns x [..., d, n]."""
+        vectors, _, scaled, _ = (part.to(x.dtype) for part in self._parts)
+        return torch.matmul(scaled.T, torch.matmul(vectors.T, x)).add_(x, alpha=self.base)
+
+    def state(self) -> dict[str, Any]:
+        return {"base": self.base, "vectors": self.vectors, "weights": self.weights, "bias": self.bias}
+
+
+Root = Full | LowRank
+
+
+def root_from(state: dict[str, Any] | None) -> Root | None:
+    """A root from its `state()`."""
+    if state is None:
+        return None
+    return Full(**state) if "matrix" in state else LowRank(**state)
+
+
+def condition(values: Tensor) -> float:
+    """The ratio of the largest to the smallest of some positive numbers."""
+    low = float(values.min())
+    return float(values.max()) / low if low > 0 else math.inf

@@ -1,0 +1,80 @@
+"""One forward and backward pass over synthetic inputs, at the current weights (Algorithm 1, lines 3 to 6).
+
+Everything here receives the model and a generator of its own; no private record, batch size or statistic reaches
+it. The pass leaves no trace: global generators, buffers and gradients are as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dpkfc.capture.record import Form, join
+from dpkfc.capture.tape import Call, Slot, Tape
+from dpkfc.errors import PrivacyError
+from dpkfc.geometry.identity import UNCHANGED
+from dpkfc.geometry.probes.probe import Probe, call, split, to
+from dpkfc.geometry.probes.targets import Loss, probe_losses
+
+
+@dataclass(frozen=True)
+class Probing:
+    """How a network is probed: `count` inputs, in passes of at most `chunk`, each with its own loss."""
+
+    count: int | None
+    chunk: int
+    loss: Loss
+    seed: int
+
+    def generator(self, step: int, purpose: str) -> torch.Generator:
+        """A generator for one purpose at one step: a resumed run draws the same probes."""
+        digest = hashlib.sha256(f"dpkfc probes {self.seed} {step} {purpose}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+    def passes(self, model: nn.Module, tape: Tape, probe: Probe, generator: torch.Generator) -> Iterator[list[Call]]:
+        """The calls (a, δ) of every unit, pass by pass. δ belongs to the *sum* of the losses: it is per sample."""
+        reference = next(p for p in model.parameters() if p.is_floating_point())
+        probes = to(probe.draw(self.count or probe.count, generator), reference.device, reference.dtype)
+        for part in split(probes, self.chunk):
+            with _no_trace(model, generator), tape.aside() as calls, torch.enable_grad():
+                output = call(model, part.inputs)
+                losses = probe_losses(self.loss, output, part, generator, getattr(probe, "classes", None))
+                losses.sum().backward()
+            yield calls
+
+
+@contextlib.contextmanager
+def _no_trace(model: nn.Module, generator: torch.Generator) -> Iterator[None]:
+    """Dropout draws from `generator`; buffers and the global generators are afterwards as they were."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    device = next(model.parameters()).device
+    others = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(others), torch.autocast(device.type, enabled=False):
+        torch.manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
+        yield
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
+def gradients(calls: list[Call]) -> dict[Slot, Form]:
+    """The per-sample gradients of one pass."""
+    forms: dict[Slot, list[Form]] = {}
+    for made in calls:
+        for slot, form in made.gradients(lambda slot: UNCHANGED):
+            forms.setdefault(slot, []).append(form)
+    return {slot: join(uses) for slot, uses in forms.items()}
+
+
+def check_finite(values: Tensor, where: str) -> None:
+    """The weights have diverged, or the probes are too large for the model."""
+    if not bool(torch.isfinite(values).all()):
+        raise PrivacyError(
+            f"probing the network gave values that are not finite at '{where}': its weights have diverged. Lower the "
+            "learning rate or the clip and start again from the last checkpoint"
+        )

@@ -1,0 +1,102 @@
+"""Accuracy by data set and arm: as a table in the terminal, as Markdown, and as a plot of every seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+from rich.table import Table
+
+HEADINGS = ("data set", "arm", "tries", "chosen", "validation %", "test %", "paper %")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One arm on one data set: what was chosen on validation, and the test accuracies of the runs that followed."""
+
+    dataset: str
+    arm: str
+    tries: int
+    chosen: str
+    validation: float
+    tests: tuple[float, ...]  # one a seed
+    paper: float | None = None  # in percent
+
+
+def accuracy_table(summaries: Sequence[Summary], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading in ("data set", "arm", "chosen") else "right")
+    for before, row in zip([None, *summaries], summaries, strict=False):
+        if before and before.dataset != row.dataset:
+            table.add_section()
+        table.add_row(*_cells(row))
+    return table
+
+
+def accuracy_markdown(summaries: Sequence[Summary], title: str, remark: str) -> str:
+    lines = [HEADINGS, ("---", "---", "---:", "---", "---:", "---:", "---:"), *map(_cells, summaries)]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return f"# {title}\n\n{table}\n\n{remark}\n"
+
+
+def _cells(row: Summary) -> tuple[str, ...]:
+    return (
+        row.dataset,
+        row.arm,
+        str(row.tries),
+        row.chosen,
+        f"{100 * row.validation:.2f}",
+        mean_and_spread(row.tests),
+        "" if row.paper is None else f"{row.paper:.1f}",
+    )
+
+
+def mean_and_spread(accuracies: Sequence[float]) -> str:
+    """Mean ± sample standard deviation, in percent, with the number of runs.
+
+    >>> mean_and_spread([0.96, 0.97, 0.98])
+    '97.00 ± 1.00 (3)'
+    """
+    if not accuracies:
+        return "not run"
+    spread = f" ± {100 * stdev(accuracies):.2f}" if len(accuracies) > 1 else ""
+    return f"{100 * fmean(accuracies):.2f}{spread} ({len(accuracies)})"
+
+
+def plot_accuracy(summaries: Sequence[Summary], file: Path) -> None:
+    """A panel a data set: a dot for every seed, a bar at the mean, a cross where the paper stands."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    datasets = list(dict.fromkeys(row.dataset for row in summaries))
+    arms = list(dict.fromkeys(row.arm for row in summaries))
+    size = (1.8 + 4.2 * len(datasets), 1.4 + 0.5 * len(arms))
+    figure, panels = plt.subplots(1, len(datasets), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for panel, dataset in zip(panels[0], datasets, strict=True):
+        for row in summaries:
+            if row.dataset != dataset:
+                continue
+            place, tests = arms.index(row.arm), [100 * accuracy for accuracy in row.tests]
+            panel.plot(tests, [place] * len(tests), "o", color="tab:blue", alpha=0.6, label="one seed")
+            if tests:
+                panel.plot(fmean(tests), place, "|", color="black", markersize=18, label="mean")
+                label = (f"{fmean(tests):.1f}", (fmean(tests), place), (0, 11))
+                panel.annotate(*label, textcoords="offset points", ha="center", fontsize=8)
+            if row.paper is not None:
+                panel.plot(row.paper, place, "x", color="tab:red", label="paper")
+        panel.set_title(dataset)
+        panel.set_xlabel("test accuracy, %")
+        panel.set_yticks(range(len(arms)), arms)
+        panel.set_ylim(len(arms) - 0.5, -0.6)
+        panel.grid(axis="x", alpha=0.3)
+    entries = {
+        label: handle for panel in panels[0] for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(entries.values(), entries.keys(), ncols=3, loc="outside upper center", fontsize=8)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)

