@@ -60,14 +60,16 @@ def captured_norms(model: nn.Module, loss: Loss, batch: Any, rows: int, by_vmap:
 
 
 def private_sum(
-    model: nn.Module, loss: Loss, batch: Any, rows: int, clip: float, chunk: int | None = None
+    model: nn.Module, loss: Loss, batch: Any, rows: int, clip: float, chunk: int | None = None, geometry: Any = None
 ) -> dict[str, Tensor]:
     """The clipped sum through the whole pipeline, without noise, in physical chunks."""
     records = [tree_map(lambda x, i=i: x[i], batch) for i in range(rows)]
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.SGD(trainable.values(), lr=0.0)
     settings = {"noise_multiplier": 0.0, "delta": 1e-5, "steps": 1, "batch_size": rows, "clip": clip}
-    private = dpkfc.make_private(model, optimizer, records, max_physical_batch_size=chunk, **settings)
+    private = dpkfc.make_private(
+        model, optimizer, records, max_physical_batch_size=chunk, geometry=geometry, **settings
+    )
     for part in private.loader:
         loss(model, part).backward()
         optimizer.step()

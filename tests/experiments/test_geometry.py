@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-import dpkfc
 from dpkfc.experiments import geometry as experiment
 from dpkfc.experiments.geometry import GRID, SEEDS, Result, Setting, choose, finals, split, summarise, train, tries
 
@@ -232,7 +231,6 @@ def test_wrong_use_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert "'adam' is not known: choose from dp-sgd, dp-kfc (paper)" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not hasattr(dpkfc, "KFC"), reason="needs the Kronecker geometry")
 @pytest.mark.parametrize("options", [experiment.PAPER, experiment.BEST], ids=["paper", "best"])
 def test_kfc_runs_through_the_same_loop(data: experiment.Data, options: dict[str, Any]) -> None:
     result = train(replace(SETTING, geometry={**options, "probes": 16}), data)

@@ -22,6 +22,7 @@ from dpkfc.capture.record import (
     Form,
     Outer,
     Use,
+    add_up,
     at_least_float32,
     keep_rows,
     squared_size,
@@ -95,7 +96,7 @@ class Patches:
     mapped = False
 
     def _split(self) -> Iterator[Patches]:
-        """A few samples at a time, so that their formed gradients take no more than `ROOM` times what they come from."""
+        """A few samples at a time: their formed gradients take at most `ROOM` times what they come from."""
         inputs = self.padded.numel() + self.delta.numel()
         block = max(1, ROOM * inputs // self.module.weight.numel())
         for x, delta in zip(self.padded.split(block), self.delta.split(block), strict=True):
@@ -108,8 +109,7 @@ class Patches:
         return with_slack(norms, squared_size(self.delta) * patches_size, metric.gain)
 
     def squares(self) -> list[Tensor]:
-        pieces = [Dense(piece.per_sample()).squares() for piece in self._split()]
-        return [torch.stack(parts).sum(0) for parts in zip(*pieces, strict=True)]
+        return add_up(Dense(piece.per_sample()).squares() for piece in self._split())
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
         delta = at_least_float32(self.delta)
@@ -164,7 +164,7 @@ def _weight_form(module: Conv, padded: Tensor, delta: Tensor, ones: bool, batch:
         return Dense([g.view(batch, -1, *g.shape[1:]).sum(1) for g in form.per_sample()])
     if module.groups == 1 and positions * (out + into) < out * into:
         left, right = delta.flatten(2).transpose(1, 2), patches(module, padded)
-        last = torch.ones(left.shape[:2], device=left.device) if ones else None
+        last = torch.ones(left.shape[:2], dtype=at_least_float32(left).dtype, device=left.device) if ones else None
         outer = Outer(left, right, last)
         if sum(metric.work) and positions == 1:
             outer = outer.map_first(metric)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -135,6 +135,14 @@ def with_slack(norms: Tensor, products: Tensor, gain: float) -> Tensor:
 def total_products(products: list[Tensor]) -> Tensor | None:
     """The `products` of a sum of gradients: ``(Σ_u ‖left_u‖ ‖right_u‖)²``."""
     return torch.stack([p.sqrt() for p in products]).sum(0).square() if products else None
+
+
+def add_up(parts: Iterable[list[Tensor]]) -> list[Tensor]:
+    """Sums of tensors that arrive in lists, keeping one list at a time."""
+    total: list[Tensor] = []
+    for part in parts:
+        total = [t.add_(x) for t, x in zip(total, part, strict=True)] if total else part
+    return total
 
 
 def squared_size(x: Tensor) -> Tensor:
@@ -293,11 +301,7 @@ class Outer:
             ones = torch.ones(len(self.left), device=self.left.device)
             left, right = at_least_float32(self.left), at_least_float32(self.right)
             return Outer(left.square(), right.square(), last, self.transposed).weighted_sum(ones)
-        total = [0.0, 0.0]
-        for piece in self._split(1):
-            for k, squares in enumerate(Dense(piece.per_sample()).squares()):
-                total[k] = total[k] + squares
-        return [t for t in total if isinstance(t, Tensor)]
+        return add_up(Dense(piece.per_sample()).squares() for piece in self._split(1))
 
     def _split(self, block: int) -> Iterator[Outer]:
         for begin in range(0, len(self.left), block):
@@ -318,9 +322,13 @@ class Outer:
     def cat(outers: list[Outer]) -> Outer:
         """Several uses of one weight: their positions side by side."""
         left, right = torch.cat([o.left for o in outers], 1), torch.cat([o.right for o in outers], 1)
-        lasts, products = ([x for x in xs if x is not None] for xs in zip(*((o.last, o.products) for o in outers)))
+        lasts, products = (
+            [x for x in xs if x is not None] for xs in zip(*((o.last, o.products) for o in outers), strict=True)
+        )
         last = torch.cat(lasts, 1) if lasts else None
-        return Outer(left, right, last, outers[0].transposed, outers[0].mapped, total_products(products), outers[0].gain)
+        return Outer(
+            left, right, last, outers[0].transposed, outers[0].mapped, total_products(products), outers[0].gain
+        )
 
 
 def matrix(left: Tensor, right: Tensor, room: Room, metric: Map, bias: bool, transposed: bool = False) -> Form:
@@ -331,7 +339,7 @@ def matrix(left: Tensor, right: Tensor, room: Room, metric: Map, bias: bool, tra
     mapped factors need not be kept beside (a, δ): one position, or formed gradients.
     """
     length, p, q = left.shape[1], left.shape[2], right.shape[2]
-    last = torch.ones(left.shape[:2], device=left.device) if bias else None
+    last = torch.ones(left.shape[:2], dtype=at_least_float32(left).dtype, device=left.device) if bias else None
     outer = Outer(left, right, last, transposed)
     formed = length >= SHORT and p * q <= ROOM * length * (p + q)
     if sum(metric.work) and (length == 1 or (formed and length < p)):

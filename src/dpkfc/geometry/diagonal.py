@@ -53,7 +53,9 @@ class Scaled:
     def apply(self, grads: Sequence[Tensor]) -> list[Tensor]:
         if isinstance(self.scale, float):
             return [g * self.scale for g in grads]
-        return [(g.reshape(-1, s.numel()) * s.to(g).flatten()).view_as(g) for g, s in zip(grads, self.scale, strict=True)]
+        return [
+            (g.reshape(-1, s.numel()) * s.to(g).flatten()).view_as(g) for g, s in zip(grads, self.scale, strict=True)
+        ]
 
     def state(self) -> dict[str, Any]:
         return {"scale": self.scale, "transposed": self.transposed}

@@ -187,7 +187,7 @@ class Full:
         return float(torch.linalg.matrix_norm(self.matrix.float(), 2).max())
 
     def right(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """``(x, last) U`` for vectors x [..., groups, n, d], whose last coordinate, if any, is apart: [..., groups, n]."""
+        """``(x, last) U`` for vectors x [..., groups, n, d]; their last coordinate, if any, is apart: [..., groups, n]."""
         u = self.matrix.to(x.dtype)
         if not self.bias:
             return _times(x, u), last
@@ -213,7 +213,7 @@ def _times(x: Tensor, matrices: Tensor) -> Tensor:
 
 @dataclass
 class LowRank:
-    """``c I + V diag(w) Vᵀ`` for a single group; V is [d, r]. With `bias`, its last row is the homogeneous coordinate."""
+    """``c I + V diag(w) Vᵀ`` for one group; V is [d, r]. With `bias`, its last row is the homogeneous coordinate."""
 
     base: float
     vectors: Tensor

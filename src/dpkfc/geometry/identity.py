@@ -50,8 +50,12 @@ class Map(Protocol):
 class Geometry(Protocol):
     """What the pipeline needs of a geometry."""
 
-    name: str
-    public: bool  # False if built from the private records: the run then reports epsilon = inf
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def public(self) -> bool:
+        """False if built from the private records: the run then reports epsilon = inf."""
 
     def prepare(self, model: nn.Module) -> None:
         """Look at the model before anything is spent, and refuse what cannot work."""

@@ -40,7 +40,7 @@ from dpkfc.geometry.probes.targets import Loss
 from dpkfc.geometry.probing import Probing, check_finite, gradients
 
 if TYPE_CHECKING:
-    from dpkfc.capture.tape import Call, Slot, Tape
+    from dpkfc.capture.tape import Call, Tape
 
 Names = tuple[str, ...]
 
@@ -183,7 +183,7 @@ class KFC:
         """Add one pass to the factors of a layer; several uses of it are positions side by side."""
         with torch.no_grad():
             a, delta = (torch.cat(parts, 1) for parts in zip(*(_positions(layer, use) for use in uses), strict=True))
-            batch, length = a.shape[:2]
+            batch = len(a)
             if self.approx == "reduce":
                 a, delta = a.mean(1, keepdim=True), delta.sum(1, keepdim=True)
             if "A" in factors:
@@ -238,7 +238,7 @@ class KFC:
             for key, (slot, form) in rest.items()
         }
         sizes = {key: sum(p.numel() for p in slot) for key, (slot, _) in rest.items()}
-        means = {key: float(sum(m.sum() for m in moments[key])) / batch / sizes[key] for key in rest}  # type: ignore[arg-type]
+        means = {key: float(sum(m.sum() for m in moments[key])) / batch / sizes[key] for key in rest}
         for key, value in means.items():
             check_finite(torch.tensor(value), key[0])
         target = energy / entries if entries else sum(means.values()) / len(means)
@@ -280,7 +280,7 @@ def _by_unit(calls: list[Call]) -> dict[Unit, list[Call]]:
 
 
 def _layer(unit: Unit, trainable: list[str], names: Names) -> Layer | None:
-    """The Kronecker form of a unit, if it has one: a matrix product over positions with a trainable weight of its own."""
+    """The Kronecker form of a unit, if it has one: a matrix product over positions, with a trainable weight."""
     module = unit.module
     if unit.kind != "layer" or not unit.joint or "weight" not in trainable:
         return None
@@ -330,7 +330,9 @@ def _check_options(given: dict[str, Any]) -> None:
         if not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise PrivacyError(f"KFC: {name}={value!r}: must be a finite number of at least 0")
     if given["damping"] == given["stability"] == 0:
-        raise PrivacyError("KFC: damping=0 and stability=0: directions the probes do not reach would be divided by zero")
+        raise PrivacyError(
+            "KFC: damping=0 and stability=0: directions the probes do not reach would be divided by zero"
+        )
     if given["probe"] is not None and not hasattr(given["probe"], "draw"):
         raise PrivacyError(
             f"KFC: probe={type(given['probe']).__name__}: pass a probe such as dpkfc.PinkNoise(shape=(1, 28, 28))"

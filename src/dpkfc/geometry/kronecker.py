@@ -78,4 +78,6 @@ class Kronecker:
 
 def kronecker_from(state: dict[str, Any]) -> Kronecker:
     """A map from its `state()`."""
-    return Kronecker(**{**state, "left_root": root_from(state["left_root"]), "right_root": root_from(state["right_root"])})
+    return Kronecker(
+        **{**state, "left_root": root_from(state["left_root"]), "right_root": root_from(state["right_root"])}
+    )

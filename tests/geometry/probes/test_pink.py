@@ -60,6 +60,12 @@ def test_both_axes_of_a_long_image_have_equal_power_at_equal_frequency(grid: tup
         assert down / across == pytest.approx(1, abs=0.15)
 
 
+def test_the_law_holds_down_to_the_lowest_frequency_of_the_longer_axis() -> None:
+    spectrum = power(images(PinkNoise((1, 8, 64), alpha=1), count=4000))
+    for cycles in (1, 2, 4, 16):  # along the 64: S(cycles/64) against S(8/64)
+        assert spectrum[0, cycles] / spectrum[0, 8] == pytest.approx(8 / cycles, rel=0.15)
+
+
 @pytest.mark.parametrize("shape", [*SHAPES, (3, 1, 8), (3, 8, 1), (1, 2), (2, 1, 1, 5), (1, 2, 2)], ids=str)
 @pytest.mark.parametrize("alpha", [0.0, 1.5, 400.0])
 def test_every_image_has_the_mean_and_std_asked_for(shape: tuple[int, ...], alpha: float) -> None:
