@@ -80,6 +80,30 @@ def test_a_resumed_run_is_bit_identical(tmp_path: Path, kind: str, chunk: int | 
     assert resumed[0].not_private == whole[0].not_private
 
 
+@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize("stop", [0, 4, 5, 7])
+@pytest.mark.parametrize("geometry", ["kfc", "low rank", "diagonal"])
+def test_a_geometry_resumes_between_refreshes_bit_for_bit(
+    tmp_path: Path, geometry: str, stop: int, chunk: int | None
+) -> None:
+    """The maps in use were built at weights that are gone; the next refresh must draw the probes it would have drawn."""
+    probe = dpkfc.Tabular(6, classes=3)
+    kinds = {
+        "kfc": lambda: dpkfc.KFC(probe, every=4, factors="AG", damping=0.1, post=0.5),
+        "low rank": lambda: dpkfc.KFC(probe, every=4, rank=2, others="diagonal"),
+        "diagonal": lambda: dpkfc.Diagonal(probe, every=4),
+    }
+    whole = make("sgd", chunk=chunk, geometry=kinds[geometry]())
+    train(*whole)
+    first = make("sgd", chunk=chunk, geometry=kinds[geometry]())
+    train(*first, until=stop)
+    first[0].save(tmp_path / "run", scheduler=first[3])
+    resumed = make("sgd", chunk=chunk, seed=99, geometry=kinds[geometry]())
+    resumed[0].load(tmp_path / "run", scheduler=resumed[3])
+    train(*resumed)
+    assert torch.equal(weights(resumed[1]), weights(whole[1]))
+
+
 def test_secret_keys_resume_as_well(tmp_path: Path) -> None:
     first = make("sgd", seed=None)
     train(*first, until=4)

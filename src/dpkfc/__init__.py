@@ -9,6 +9,7 @@
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.errors import PrivacyError
 from dpkfc.fix import fix
+from dpkfc.geometry.diagonal import Diagonal
 from dpkfc.geometry.identity import Identity
 from dpkfc.geometry.kfc import KFC
 from dpkfc.geometry.probes.pink import PinkNoise
@@ -23,6 +24,7 @@ from dpkfc.private import Private, make_private
 __version__ = "0.1.0"
 __all__ = [
     "KFC",
+    "Diagonal",
     "Hybrid",
     "Identity",
     "Independent",

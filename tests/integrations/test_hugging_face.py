@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from naive import mapped
 from torch import Tensor, nn
 
 import dpkfc
@@ -137,6 +138,25 @@ def test_full_fine_tuning_equals_one_pass_a_sample(name: str) -> None:
     for key, want in reference_sum(grads, clip).items():
         if want.norm() > 1e-7 * clip:
             assert relative_error(got[key], want) < 5e-5, key
+
+
+@pytest.mark.parametrize("options", [{"factors": "AG", "damping": 0.1}, {"rank": 3}], ids=["AG", "low rank"])
+@pytest.mark.parametrize("name", CASES)
+def test_an_inferred_geometry_equals_naively_mapped_gradients(name: str, options: dict[str, Any]) -> None:
+    """`KFC()` reads the probe off the model's config; the map is then that of each layer, Conv1D and LoRA included."""
+    model, batch, loss = make(name)
+    model, batch = model.double(), {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    grads = reference_grads(model, loss, batch, BATCH)
+    geometry = dpkfc.KFC(**options, probes=16)
+    private_sum(model, loss, batch, BATCH, 1.0, geometry=geometry)
+    assert len(geometry._maps) > 5
+    naive = mapped(geometry, model, grads)
+    clip = float(reference_norms(naive).median())
+    got = private_sum(model, loss, batch, BATCH, clip, 3, geometry)
+    want = reference_sum(naive, clip)
+    assert got.keys() == want.keys()
+    for key in want:
+        assert (got[key] - want[key]).norm() < 1e-5 * clip, key
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from naive import Fixed, mapped
 from torch import Tensor, nn
 
 import dpkfc
@@ -92,7 +93,15 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return dpkfc.mean_over_records(losses, batch != 0)
 
 
-@settings(max_examples=40, deadline=None)
+GEOMETRIES = {
+    "A": {"rank": None},
+    "AG": {"factors": "AG", "damping": 0.05, "approx": "reduce"},
+    "low rank": {"rank": 2, "damping": 0.05, "others": "diagonal"},
+    "AG, low rank": {"factors": "AG", "rank": 1, "damping": 0.05, "others": None},
+}
+
+
+@settings(max_examples=80, deadline=None)
 @given(
     layers=st.lists(st.tuples(st.sampled_from(sorted(LAYERS)), st.booleans()), max_size=4),
     tied=st.booleans(),
@@ -101,6 +110,7 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     chunk=st.one_of(st.none(), st.integers(1, 6)),
     frozen=st.sets(st.integers(0, 30), max_size=4),
     quantile=st.floats(0.1, 0.9),
+    geometry=st.sampled_from([None, *GEOMETRIES]),
     seed=st.integers(0, 10**6),
 )
 def test_random_models(
@@ -111,10 +121,12 @@ def test_random_models(
     chunk: int | None,
     frozen: set[int],
     quantile: float,
+    geometry: str | None,
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    model = Random(layers, tied, vocabulary)
+    dtype = torch.float32 if geometry is None else torch.float64  # maps enlarge rounding by their condition
+    model = Random(layers, tied, vocabulary).to(dtype)
     parameters = list(model.parameters())
     for k in frozen:
         parameters[k % len(parameters)].requires_grad_(False)
@@ -122,11 +134,16 @@ def test_random_models(
         parameters[0].requires_grad_(True)
     x = torch.randint(vocabulary, (batch, LENGTH))
     grads = reference_grads(model, loss_of, x, batch)
+    kfc = None
+    if geometry is not None:
+        kfc = dpkfc.KFC(Fixed(torch.randint(vocabulary, (7, LENGTH))), **GEOMETRIES[geometry])
+        private_sum(model, loss_of, x, batch, 1.0, geometry=kfc)  # builds the maps; the weights stay
+        grads = mapped(kfc, model, grads)
     norms = reference_norms(grads)
     clip = max(float(norms.quantile(quantile)), 1e-3)
     want = reference_sum(grads, clip)
 
-    got = private_sum(model, loss_of, x, batch, clip, chunk)
+    got = private_sum(model, loss_of, x, batch, clip, chunk, kfc)
     assert got.keys() == want.keys()
     for name, sum_of_clipped in got.items():
         if want[name].norm() > 1e-5 * clip:

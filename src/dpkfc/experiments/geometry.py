@@ -52,29 +52,19 @@ PAPER: dict[str, Any] = {
     "damping": 0.0,
     "post": 0.0,
 }
-BEST = PAPER | {"post": 0.5}
+BEST = PAPER | {"post": 0.5, "rank": 64}
 
 # What each arm tries: overrides of `Setting`, as many for every arm. lr · clip is the step that the noise takes.
 GRID: dict[str, list[dict[str, Any]]] = {
     "dp-sgd": [{"lr": step / clip, "clip": clip} for clip in (1.0, 0.1) for step in (0.04, 0.08, 0.16)],
-    "dp-kfc (paper)": [
-        {"lr": step / clip, "clip": clip, "geometry": PAPER} for clip in (1.0, 0.1) for step in (0.02, 0.04, 0.08)
-    ],
+    "dp-kfc (paper)": [{"lr": lr, "geometry": PAPER} for lr in (0.01, 0.02, 0.03, 0.04, 0.06, 0.08)],
     "dp-sgd + smoothing": [
         {"lr": 0.08, "label_smoothing": 0.1},
-        {"lr": 0.05, "label_smoothing": 0.3},
-        {"lr": 0.08, "label_smoothing": 0.3},
-        {"lr": 0.12, "label_smoothing": 0.3},
-        {"lr": 0.16, "label_smoothing": 0.3, "schedule": "cosine"},
-        {"lr": 0.8, "clip": 0.1, "label_smoothing": 0.3},
+        *({"lr": lr, "label_smoothing": 0.3} for lr in (0.05, 0.08, 0.12, 0.2, 0.3)),
     ],
     "dp-kfc (best) + smoothing": [
-        {"lr": 0.02, "label_smoothing": 0.3, "geometry": BEST},
-        {"lr": 0.013, "label_smoothing": 0.1, "geometry": BEST},
-        {"lr": 0.02, "label_smoothing": 0.1, "geometry": BEST},
-        {"lr": 0.03, "label_smoothing": 0.1, "geometry": BEST},
-        {"lr": 0.04, "label_smoothing": 0.1, "geometry": BEST, "schedule": "cosine"},
-        {"lr": 0.2, "clip": 0.1, "label_smoothing": 0.1, "geometry": BEST},
+        *({"lr": lr, "label_smoothing": 0.1, "geometry": BEST} for lr in (0.01, 0.02, 0.04)),
+        *({"lr": lr, "label_smoothing": 0.3, "geometry": BEST} for lr in (0.02, 0.04, 0.08)),
     ],
 }
 SEEDS = (1, 2, 3)  # of the final runs; tries use the default

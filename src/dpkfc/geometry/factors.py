@@ -73,8 +73,8 @@ class Moment:
         values, vectors = torch.linalg.eigh(matrix.double())
         values, vectors = values.clamp(min=0).flip(1), vectors.flip(2)
         if rank is not None and rank < size and len(matrix) == 1:
-            values, vectors = values[:, :rank], vectors[:, :, :rank]
-        return Spectrum(values, vectors, trace, size)
+            return Spectrum(values[:, :rank], vectors[:, :, :rank], trace, size, tail=values[:, rank:])
+        return Spectrum(values, vectors, trace, size, tail=values[:, size:])
 
 
 @dataclass
@@ -85,6 +85,7 @@ class Spectrum:
     vectors: Tensor
     trace: Tensor  # [groups], of the whole factor
     size: int
+    tail: Tensor | None = None  # [groups, size - r], the other eigenvalues, where they are known
 
     def rest(self) -> Tensor:
         """The mean of the eigenvalues that are not listed, for each group."""
@@ -94,6 +95,10 @@ class Spectrum:
     def damping(self, relative: float, absolute: float) -> Tensor:
         """``μ = π tr/d + γ`` for each group."""
         return relative * self.trace / self.size + absolute
+
+    def levels(self, relative: float, absolute: float) -> Levels:
+        """What there is to tell of the factor once its root is built."""
+        return Levels(self.values, self.tail, self.rest(), self.damping(relative, absolute), self.size)
 
     def root(self, power: float, relative: float, absolute: float, like: Tensor, bias: bool) -> Root | None:
         """``(A + μ I)^(-power/2)``; None (no map) of a factor that is zero: nothing is known of it."""
@@ -131,6 +136,17 @@ class Spectrum:
         return LowRank(base, self.vectors[0].to(like).contiguous(), (values[0] - base).to(like), bias)
 
 
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """The eigenvalues of a factor without their vectors: what remains of a `Spectrum` when the map is built."""
+
+    values: Tensor  # [groups, r], told apart by the map
+    tail: Tensor | None  # [groups, size - r], not told apart; None if not computed
+    rest: Tensor  # [groups], the mean of the tail
+    damping: Tensor  # [groups], μ
+    size: int
+
+
 def _symmetric(matrices: Tensor) -> Tensor:
     return (matrices + matrices.transpose(1, 2)) / 2
 
@@ -144,10 +160,11 @@ def _from_rows(rows: Tensor, count: int, rank: int | None) -> Spectrum:
     values, vectors = values.flip(0), vectors.flip(1)
     keep = int((values > NEGLIGIBLE * values[0].clamp(min=0)).sum())
     keep = max(min(keep, rank or keep), 1)
+    tail = torch.cat([values[keep:].clamp(min=0), values.new_zeros(rows.shape[1] - len(rows))])
     values, vectors = values[:keep].clamp(min=0), vectors[:, :keep]
     columns = rows.T @ vectors
     columns = columns / columns.norm(dim=0).clamp(min=torch.finfo(columns.dtype).tiny)
-    return Spectrum(values[None], columns[None], trace, rows.shape[1])
+    return Spectrum(values[None], columns[None], trace, rows.shape[1], tail=tail[None])
 
 
 def _largest(matrix: Tensor, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -181,13 +198,18 @@ class Full:
         """Multiplications to map one vector."""
         return self.size * self.size
 
+    @property
+    def memory(self) -> int:
+        """Bytes held."""
+        return self.matrix.nbytes
+
     @cached_property
     def gain(self) -> float:
         """The largest eigenvalue."""
         return float(torch.linalg.matrix_norm(self.matrix.float(), 2).max())
 
     def right(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """``(x, last) U`` for vectors x [..., groups, n, d]; their last coordinate, if any, is apart: [..., groups, n]."""
+        """``(x, last) U`` for vectors x [..., groups, n, d]; their last coordinate, if any, is apart."""
         u = self.matrix.to(x.dtype)
         if not self.bias:
             return _times(x, u), last
@@ -233,6 +255,12 @@ class LowRank:
         """Multiplications to map one vector."""
         return 2 * self.size * self.rank
 
+    @property
+    def memory(self) -> int:
+        """Bytes held, with the copies that the products read."""
+        storages = (part.untyped_storage() for part in (self.vectors, self.weights, *self._parts))
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
     @cached_property
     def gain(self) -> float:
         """The largest eigenvalue, or more."""
@@ -247,7 +275,7 @@ class LowRank:
             self.vectors[:end].contiguous(),
             self.vectors[end:].flatten(),
             scaled[:end].T.contiguous(),
-            scaled[end:].flatten(),
+            scaled[end:].flatten().clone(),  # a view would keep all of `scaled`
         )
 
     def right(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor | None]:
