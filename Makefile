@@ -16,9 +16,10 @@ lint: $(VENV)/.lint
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 
-bench: $(VENV)/.bench  ## step time and memory beside ordinary training and Opacus
+bench: $(VENV)/.bench  ## step time and memory beside ordinary training and Opacus; how time grows with size
 	mkdir -p benchmarks/results
 	$(RUN) -m benchmarks.speed --json benchmarks/results/speed.json --plot benchmarks/results/speed.png
+	$(RUN) -m benchmarks.growth --json benchmarks/results/growth.json --plot benchmarks/results/growth.png
 
 clean:
 	rm -rf $(VENV)
@@ -35,6 +36,12 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	$(INSTALL) --editable '.[demo]'
 	touch $@
 
-$(VENV)/.test $(VENV)/.lint $(VENV)/.bench: $(VENV)/.%: $(VENV)/.torch pyproject.toml
+# curvlinops without its own dependencies: one of them asks for torchvision, which has no build beside this torch.
+$(VENV)/.test: $(VENV)/.torch pyproject.toml
+	$(INSTALL) --editable '.[test]'
+	$(INSTALL) --no-deps curvlinops-for-pytorch backpack-for-pytorch
+	touch $@
+
+$(VENV)/.lint $(VENV)/.bench: $(VENV)/.%: $(VENV)/.torch pyproject.toml
 	$(INSTALL) --editable '.[$*]'
 	touch $@

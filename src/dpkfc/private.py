@@ -400,7 +400,6 @@ def make_private(
     check_model(model)
     check_optimizer(model, optimizer)
     geometry = Identity() if geometry is None else geometry
-    geometry.prepare(model)
     noise = Independent() if noise is None else noise
     records = len(data)  # type: ignore[arg-type]
     plan = Plan.make(
@@ -419,6 +418,7 @@ def make_private(
     )
     tape = Tape(model, partition(model, by_vmap))
     try:
+        geometry.prepare(model, tape)
         if loss is not None:
             _try_loss(model, tape, data, options, loss, loss_reduction == "mean")
     except BaseException:

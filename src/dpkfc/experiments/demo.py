@@ -1,8 +1,9 @@
-"""`dpkfc demo`: a small CNN on real digits, trained privately while you watch."""
+"""`dpkfc demo`: a small CNN on real digits, trained privately by DP-SGD and by DP-KFC while you watch."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +12,34 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import dpkfc
 from dpkfc.data.digits import digits
+from dpkfc.geometry.identity import Geometry
 from dpkfc.models import digits_cnn
 
-BATCH_SIZE, LEARNING_RATE, MOMENTUM, CLIP = 256, 0.5, 0.9, 0.3
+BATCH_SIZE, MOMENTUM = 256, 0.9
+
+
+@dataclass(frozen=True)
+class Method:
+    """What sets one method apart: its geometry, and the clip and learning rate that suit it."""
+
+    name: str
+    geometry: Callable[[], Geometry]
+    learning_rate: float
+    clip: float
+
+
+def kfc() -> Geometry:
+    return dpkfc.KFC(dpkfc.PinkNoise(shape=(1, 8, 8), classes=10), every=20)
+
+
+METHODS = (
+    Method("DP-SGD", dpkfc.Identity, learning_rate=0.5, clip=0.3),
+    Method("DP-KFC", kfc, learning_rate=0.1, clip=1.0),
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +56,8 @@ class Outcome:
 
 def run_demo(epsilon: float, delta: float, epochs: float, seed: int | None, console: Console) -> list[Outcome]:
     """Train each method on the digits at the same budget, with a progress bar, and print the table."""
-    outcomes = [train_dp_sgd(epsilon, delta, epochs, seed, console)]
+    train_set, test_set = digits()
+    outcomes = [train(method, train_set, test_set, epsilon, delta, epochs, seed, console) for method in METHODS]
     table = Table(title=f"digits: 1,437 records, delta = {delta:g}, seed {seed}", title_justify="left")
     table.add_column("method")
     for heading in ("test accuracy", "epsilon spent", "sigma", "steps", "samples/s"):
@@ -51,23 +75,32 @@ def run_demo(epsilon: float, delta: float, epochs: float, seed: int | None, cons
     return outcomes
 
 
-def train_dp_sgd(epsilon: float, delta: float, epochs: float, seed: int | None, console: Console) -> Outcome:
+def train(
+    method: Method,
+    train_set: TensorDataset,
+    test_set: TensorDataset,
+    epsilon: float,
+    delta: float,
+    epochs: float,
+    seed: int | None,
+    console: Console,
+) -> Outcome:
     """A plain PyTorch loop; `make_private` is the only line that is not."""
-    train, test = digits()
     if seed is not None:
         torch.manual_seed(seed)
     model = digits_cnn()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    optimizer = torch.optim.SGD(model.parameters(), lr=method.learning_rate, momentum=MOMENTUM)
     with console.status("calibrating the noise"):
         private = dpkfc.make_private(
             model,
             optimizer,
-            train,
+            train_set,
             epsilon=epsilon,
             delta=delta,
             epochs=epochs,
             batch_size=BATCH_SIZE,
-            clip=CLIP,
+            clip=method.clip,
+            geometry=method.geometry(),
             seed=seed,
             loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
         )
@@ -75,7 +108,7 @@ def train_dp_sgd(epsilon: float, delta: float, epochs: float, seed: int | None, 
     bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     begun = time.perf_counter()
     with Progress(*bar, console=console) as progress:
-        task = progress.add_task("DP-SGD", total=private.plan.steps)
+        task = progress.add_task(method.name, total=private.plan.steps)
         for images, labels in private.loader:
             loss = F.cross_entropy(model(images), labels)
             loss.backward()
@@ -85,8 +118,8 @@ def train_dp_sgd(epsilon: float, delta: float, epochs: float, seed: int | None, 
         progress.update(task, completed=private.steps)
     seconds = time.perf_counter() - begun
     return Outcome(
-        "DP-SGD",
-        accuracy(model, *test.tensors),
+        method.name,
+        accuracy(model, *test_set.tensors),
         private.epsilon(),
         private.plan.noise_multiplier,
         private.steps,

@@ -25,7 +25,7 @@ from dpkfc.geometry.probes.infer import infer_probe
 from dpkfc.geometry.probes.probe import Probe
 from dpkfc.geometry.probes.public import Hybrid
 from dpkfc.geometry.probes.targets import Loss
-from dpkfc.geometry.probing import Probing, check_finite, gradients
+from dpkfc.geometry.probing import Probing, diverged, gradients
 
 if TYPE_CHECKING:
     from dpkfc.capture.tape import Tape
@@ -128,8 +128,9 @@ class Diagonal:
     def public(self) -> bool:
         return self.source is None or self.source.public
 
-    def prepare(self, model: nn.Module) -> None:
+    def prepare(self, model: nn.Module, tape: Tape) -> None:
         self.source = infer_probe(model) if self.source is None else self.source
+        self._probing.try_out(model, tape, self.source)
 
     def due(self, step: int) -> bool:
         return not self._maps or step % self.every == 0
@@ -170,7 +171,8 @@ class Diagonal:
 def mean_of(moments: list[Tensor], names: Names) -> float:
     """The mean over all entries of a slot."""
     mean = float(torch.stack([m.sum() for m in moments]).sum()) / sum(m.numel() for m in moments)
-    check_finite(torch.tensor(mean), names[0])
+    if not math.isfinite(mean):
+        raise diverged(names[0])
     return mean
 
 

@@ -23,8 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpkfc.errors import PrivacyError
-
 SMALL = 512  # up to this size a full eigendecomposition costs next to nothing
 OVERSAMPLE, SWEEPS = 16, 3  # of the subspace iteration
 NEGLIGIBLE = 1e-9  # eigenvalues below this share of the largest are zero
@@ -52,6 +50,10 @@ class Moment:
         else:
             total = torch.bmm(rows.transpose(1, 2), rows)
             self.matrix = total if self.matrix is None else self.matrix.add_(total)
+
+    def finite(self) -> bool:
+        held = self.rows if self.rows is not None else self.matrix
+        return held is None or bool(torch.isfinite(held).all())
 
     def dense(self, count: int) -> Tensor:
         """``(1/count) Σ x xᵀ``, [groups, d, d]."""
@@ -96,10 +98,6 @@ class Spectrum:
         """``μ = π tr/d + γ`` for each group."""
         return relative * self.trace / self.size + absolute
 
-    def levels(self, relative: float, absolute: float) -> Levels:
-        """What there is to tell of the factor once its root is built."""
-        return Levels(self.values, self.tail, self.rest(), self.damping(relative, absolute), self.size)
-
     def root(self, power: float, relative: float, absolute: float, like: Tensor, bias: bool) -> Root | None:
         """``(A + μ I)^(-power/2)``; None (no map) of a factor that is zero: nothing is known of it."""
         return self._function(lambda x, mu: (x + mu) ** (-power / 2), relative, absolute, like, bias)
@@ -117,8 +115,6 @@ class Spectrum:
         return self._function(lambda x, mu: scale * (x + mu) ** (-power / 2), relative, absolute, like, bias)
 
     def _function(self, function: Any, relative: float, absolute: float, like: Tensor, bias: bool) -> Root | None:
-        if not bool(torch.isfinite(self.trace).all()):
-            raise PrivacyError("not finite")
         mu = self.damping(relative, absolute)
         if not bool((self.trace > 0).all()):
             return None
@@ -134,17 +130,6 @@ class Spectrum:
             full = full + (vectors * (values[0] - base)) @ vectors.T
             return Full(_symmetric(full[None]).to(like), bias)
         return LowRank(base, self.vectors[0].to(like).contiguous(), (values[0] - base).to(like), bias)
-
-
-@dataclass(frozen=True, eq=False)
-class Levels:
-    """The eigenvalues of a factor without their vectors: what remains of a `Spectrum` when the map is built."""
-
-    values: Tensor  # [groups, r], told apart by the map
-    tail: Tensor | None  # [groups, size - r], not told apart; None if not computed
-    rest: Tensor  # [groups], the mean of the tail
-    damping: Tensor  # [groups], μ
-    size: int
 
 
 def _symmetric(matrices: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ class Geometry(Protocol):
     def public(self) -> bool:
         """False if built from the private records: the run then reports epsilon = inf."""
 
-    def prepare(self, model: nn.Module) -> None:
+    def prepare(self, model: nn.Module, tape: Tape) -> None:
         """Look at the model before anything is spent, and refuse what cannot work."""
 
     def due(self, step: int) -> bool:
@@ -106,7 +106,7 @@ class Identity:
     name = "identity (DP-SGD)"
     public = True
 
-    def prepare(self, model: nn.Module) -> None:
+    def prepare(self, model: nn.Module, tape: Tape) -> None:
         pass
 
     def due(self, step: int) -> bool:

@@ -17,8 +17,10 @@ of steps is that of DP-SGD with the same noise (Proposition 5.6; post-processing
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,7 +31,7 @@ from dpkfc.capture.conv import Conv, pad_input, patches
 from dpkfc.capture.linear import as_positions, conv1d_of_transformers, linear
 from dpkfc.capture.units import Unit
 from dpkfc.errors import PrivacyError
-from dpkfc.geometry.diagonal import Scaled
+from dpkfc.geometry.diagonal import Scaled, check_numbers, mean_of, transposed_weights
 from dpkfc.geometry.factors import Moment, Spectrum
 from dpkfc.geometry.identity import UNCHANGED, Map
 from dpkfc.geometry.kronecker import Kronecker, kronecker_from
@@ -37,10 +39,11 @@ from dpkfc.geometry.probes.infer import infer_probe
 from dpkfc.geometry.probes.probe import Probe
 from dpkfc.geometry.probes.public import Hybrid
 from dpkfc.geometry.probes.targets import Loss
-from dpkfc.geometry.probing import Probing, check_finite, gradients
+from dpkfc.geometry.probing import Probing, diverged, gradients
 
 if TYPE_CHECKING:
     from dpkfc.capture.tape import Call, Tape
+    from dpkfc.report.geometry_table import Description
 
 Names = tuple[str, ...]
 
@@ -63,6 +66,16 @@ class Layer:
 
     def sizes(self) -> tuple[int, int]:
         return self.inputs + int(self.bias), self.outputs
+
+
+@dataclass
+class Refresh:
+    """What a refresh found and what it cost, for `KFC.describe`."""
+
+    step: int
+    parameters: Names  # those that are trained, in the model's order
+    layer_seconds: dict[Names, float] = field(default_factory=dict)  # for the factors and roots of a layer
+    seconds: float = 0.0  # in all, with the probes' own passes
 
 
 class KFC:
@@ -122,6 +135,7 @@ class KFC:
         self._maps: dict[Names, Kronecker | Scaled] = {}
         self._post: dict[Names, Kronecker] = {}
         self._spectra: dict[Names, tuple[Spectrum, Spectrum | None]] = {}
+        self._last: Refresh | None = None
 
     @property
     def name(self) -> str:
@@ -132,8 +146,10 @@ class KFC:
     def public(self) -> bool:
         return self.probe is None or self.probe.public
 
-    def prepare(self, model: nn.Module) -> None:
+    def prepare(self, model: nn.Module, tape: Tape) -> None:
         self.probe = infer_probe(model) if self.probe is None else self.probe
+        for source in self.probe.sources.values() if isinstance(self.probe, Hybrid) else [self.probe]:
+            self._probing.try_out(model, tape, source)
 
     def due(self, step: int) -> bool:
         return not self._maps or step % self.every == 0
@@ -144,12 +160,32 @@ class KFC:
     def after_noise(self) -> dict[Names, Map]:
         return dict(self._post)
 
+    def describe(self) -> Description:
+        """The maps in figures, layer by layer: print it, or ``describe().plot("geometry.png")``.
+
+        Sizes, ranks, eigenvalues, condition numbers before and after, work, memory and the time of the refresh.
+        All of it is public: it follows from the probes and from weights that private steps released. Only with
+        `Oracle` is it not, and the description says so.
+        """
+        from dpkfc.report.geometry_table import Settings, describe
+
+        if self._last is None and not self._maps:
+            raise PrivacyError(
+                "KFC.describe: there are no maps yet: they are built when the first batch is drawn. Call describe() "
+                "inside or after `for x, y in private.loader:`"
+            )
+        source = "inferred" if self.probe is None else self.probe.name
+        settings = Settings(source, self.public, self.every, self.damping, self.stability, self.power)
+        return describe(self._maps, self._post, self._spectra, self._last, settings)
+
     # -- the refresh
 
     def refresh(self, model: nn.Module, tape: Tape, step: int) -> None:
         assert self.probe is not None
+        start = time.perf_counter()
         names = {p: name for name, p in model.named_parameters()}
         layers = {layer.unit: layer for layer in self._layers(tape.units, names)}
+        last = Refresh(step, tuple(name for p, name in names.items() if p.requires_grad))
         sources = self.probe.sources if isinstance(self.probe, Hybrid) else {self.factors: self.probe}
         calls: list[Call] = []
         for factors, source in sources.items():
@@ -157,7 +193,8 @@ class KFC:
                 for calls in self._probing.passes(model, tape, source, self._probing.generator(step, factors)):
                     for unit, uses in _by_unit(calls).items():
                         if unit in layers:
-                            self._add(layers[unit], uses, factors)
+                            with _timed(last, layers[unit]):
+                                self._add(layers[unit], uses, factors)
         generator = self._probing.generator(step, "eigenvectors")
         reference = next(p for p in model.parameters() if p.is_floating_point())
         like = torch.empty(0, dtype=torch.promote_types(reference.dtype, torch.float32), device=reference.device)
@@ -165,10 +202,13 @@ class KFC:
         self._post, self._spectra = {}, {}
         with torch.no_grad():
             for layer in layers.values():
-                maps[layer.names] = self._map(layer, like, generator)
-            self._scale_others(maps, calls, names)
+                if layer.a_count:  # a layer that the model did not use is left as it is
+                    with _timed(last, layer):
+                        maps[layer.names] = self._map(layer, like, generator)
+            self._scale_others(maps, calls, names, tape)
         tape.recycle()
-        self._maps = maps
+        last.seconds = time.perf_counter() - start
+        self._maps, self._last = maps, last
 
     def _layers(self, units: Iterable[Unit], names: dict[nn.Parameter, str]) -> list[Layer]:
         found = []
@@ -197,13 +237,13 @@ class KFC:
 
     def _map(self, layer: Layer, like: Tensor, generator: torch.Generator) -> Kronecker:
         settings = self.damping, self.stability, like
-        where = layer.names[0]
+        for moment in (layer.a, layer.g):
+            if not moment.finite():
+                raise diverged(layer.names[0])
         a = layer.a.spectrum(layer.a_count, self._rank_of(layer.sizes()[0]), generator)
-        check_finite(a.trace, where)
         left, g = None, None
         if "G" in self.factors:
             g = layer.g.spectrum(layer.g_count, self._rank_of(layer.sizes()[1]), generator)
-            check_finite(g.trace, where)
             left = g.root(self.power, *settings, bias=False)
         right = a.root(self.power, *settings, bias=layer.bias)
         shape = (layer.inputs, layer.outputs, layer.groups, layer.transposed)
@@ -217,41 +257,41 @@ class KFC:
         return None if self.rank is None or 2 * self.rank >= size else self.rank
 
     def _scale_others(
-        self, maps: dict[Names, Kronecker | Scaled], calls: list[Call], names: dict[nn.Parameter, str]
+        self, maps: dict[Names, Kronecker | Scaled], calls: list[Call], names: dict[nn.Parameter, str], tape: Tape
     ) -> None:
         """Give what has no Kronecker form the mean squared entry that mapped gradients have on the probes."""
-        if self.others is None or self.power == 0:
+        if self.others is None or self.power == 0 or not calls:
             return
-        forms = {tuple(names[p] for p in slot): (slot, form) for slot, form in gradients(calls).items()}
-        energy, entries, rest = 0.0, 0, {}
-        for key, (slot, form) in forms.items():
-            if key in maps:
-                energy += float(form.squared_norms(maps[key]).mean())
-                entries += sum(p.numel() for p in slot)
+        forms = {tuple(names[p] for p in slot): form for slot, form in gradients(calls).items()}
+        sizes = {name: p.numel() for p, name in names.items()}
+        batch, transposed = calls[0].batch, {names[p] for p in transposed_weights(tape)}
+        mapped = [key for key in forms if key in maps]
+        energy = sum(float(forms[key].squared_norms(maps[key]).sum()) for key in mapped) / batch
+        if not math.isfinite(energy):
+            raise diverged("the mapped layers")
+        entries = sum(sizes[name] for key in mapped for name in key)
+        means: dict[Names, float] = {}
+        moments: dict[Names, list[Tensor]] = {}
+        for key in (key for key in forms if key not in maps):
+            if self.others == "diagonal":
+                moments[key] = [s / batch for s in forms[key].squares()]
+                means[key] = mean_of(moments[key], key)
             else:
-                rest[key] = slot, form
-        if not rest:
+                total = float(forms[key].squared_norms(UNCHANGED).sum())
+                if not math.isfinite(total):
+                    raise diverged(key[0])
+                means[key] = total / batch / sum(sizes[name] for name in key)
+        means = {key: mean for key, mean in means.items() if mean > 0}
+        if not means or (entries and energy <= 0):
             return
-        batch = calls[0].batch
-        moments = {
-            key: form.squares() if self.others == "diagonal" else [form.squared_norms(UNCHANGED).sum()]
-            for key, (slot, form) in rest.items()
-        }
-        sizes = {key: sum(p.numel() for p in slot) for key, (slot, _) in rest.items()}
-        means = {key: float(sum(m.sum() for m in moments[key])) / batch / sizes[key] for key in rest}
-        for key, value in means.items():
-            check_finite(torch.tensor(value), key[0])
         target = energy / entries if entries else sum(means.values()) / len(means)
-        if target <= 0:
-            return
         for key, mean in means.items():
-            floor = max(self.damping, ENTRY_DAMPING) * mean
-            if mean <= 0:
-                continue
             if self.others == "scalar":
                 maps[key] = Scaled((target / mean) ** (self.power / 2))
             else:
-                maps[key] = Scaled([((m / batch + floor) / target) ** (-self.power / 2) for m in moments[key]])
+                floor = max(self.damping, ENTRY_DAMPING) * mean
+                scales = [((m + floor) / target) ** (-self.power / 2) for m in moments[key]]
+                maps[key] = Scaled(scales, key[0] in transposed)
 
     # -- checkpoints
 
@@ -266,10 +306,17 @@ class KFC:
         self._maps = {tuple(key.split("|")): kronecker_from(one) for key, one in state["kronecker"].items()}
         self._maps |= {tuple(key.split("|")): Scaled(**one) for key, one in state["scaled"].items()}
         self._post = {tuple(key.split("|")): kronecker_from(one) for key, one in state["post"].items()}
-        self._spectra = {}
+        self._spectra, self._last = {}, None  # a checkpoint holds the maps alone
 
 
 ENTRY_DAMPING = 1e-2  # of a diagonal map, relative to the mean: most entries of an embedding see no probe
+
+
+@contextlib.contextmanager
+def _timed(last: Refresh, layer: Layer) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    last.layer_seconds[layer.names] = last.layer_seconds.get(layer.names, 0.0) + time.perf_counter() - start
 
 
 def _by_unit(calls: list[Call]) -> dict[Unit, list[Call]]:
@@ -321,18 +368,8 @@ def _check_options(given: dict[str, Any]) -> None:
     }.items():
         if given[name] not in allowed:
             raise PrivacyError(f"KFC: {name}={given[name]!r}: must be one of {', '.join(map(repr, allowed))}")
-    for name in ("every", "probes", "rank", "max_factor", "chunk"):
-        value = given[name]
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise PrivacyError(f"KFC: {name}={value!r}: must be a whole number of at least 1")
-    for name in ("damping", "stability", "power", "post"):
-        value = given[name]
-        if not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise PrivacyError(f"KFC: {name}={value!r}: must be a finite number of at least 0")
-    if given["damping"] == given["stability"] == 0:
-        raise PrivacyError(
-            "KFC: damping=0 and stability=0: directions the probes do not reach would be divided by zero"
-        )
+    whole = ("every", "probes", "rank", "max_factor", "chunk")
+    check_numbers("KFC", given, whole, real=("damping", "stability", "power", "post"))
     if given["probe"] is not None and not hasattr(given["probe"], "draw"):
         raise PrivacyError(
             f"KFC: probe={type(given['probe']).__name__}: pass a probe such as dpkfc.PinkNoise(shape=(1, 28, 28))"

@@ -9,16 +9,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dpkfc.capture.record import Form, join
 from dpkfc.capture.tape import Call, Slot, Tape
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.identity import UNCHANGED
-from dpkfc.geometry.probes.probe import Probe, call, split, to
+from dpkfc.geometry.probes.probe import Probe, call, split, tensors, to
 from dpkfc.geometry.probes.targets import Loss, probe_losses
 
 
@@ -35,6 +35,21 @@ class Probing:
         """A generator for one purpose at one step: a resumed run draws the same probes."""
         digest = hashlib.sha256(f"dpkfc probes {self.seed} {step} {purpose}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+    def try_out(self, model: nn.Module, tape: Tape, probe: Probe) -> None:
+        """Two probes through the model: a probe that does not fit is refused before anything is spent."""
+        try:
+            for _ in replace(self, count=2).passes(model, tape, probe, self.generator(0, "trial")):
+                pass
+        except PrivacyError:
+            raise
+        except Exception as problem:
+            shapes = [list(x.shape[1:]) for x in tensors(probe.draw(1, self.generator(0, "trial")).inputs)]
+            raise PrivacyError(
+                f"the model does not run on the probe ({probe.name}), whose inputs have the shape "
+                f"{', '.join(map(str, shapes))}: {problem}. Give the probe the shape of the model's own inputs, and "
+                "the geometry the loss= that fits its outputs"
+            ) from problem
 
     def passes(self, model: nn.Module, tape: Tape, probe: Probe, generator: torch.Generator) -> Iterator[list[Call]]:
         """The calls (a, δ) of every unit, pass by pass. δ belongs to the *sum* of the losses: it is per sample."""
@@ -71,10 +86,9 @@ def gradients(calls: list[Call]) -> dict[Slot, Form]:
     return {slot: join(uses) for slot, uses in forms.items()}
 
 
-def check_finite(values: Tensor, where: str) -> None:
-    """The weights have diverged, or the probes are too large for the model."""
-    if not bool(torch.isfinite(values).all()):
-        raise PrivacyError(
-            f"probing the network gave values that are not finite at '{where}': its weights have diverged. Lower the "
-            "learning rate or the clip and start again from the last checkpoint"
-        )
+def diverged(where: str) -> PrivacyError:
+    """What to raise where probing gave values that are not finite."""
+    return PrivacyError(
+        f"probing the network gave values that are not finite at '{where}': its weights have diverged. Lower the "
+        "learning rate or the clip and start again from the last checkpoint"
+    )

@@ -26,7 +26,7 @@ class Probes:
     active: Tensor | None = None  # [batch, positions], True where a token is not padding
 
     def __len__(self) -> int:
-        return len(_tensors(self.inputs)[0])
+        return len(tensors(self.inputs)[0])
 
 
 class Probe(Protocol):
@@ -68,11 +68,11 @@ def to(probes: Probes, device: torch.device | str, dtype: torch.dtype) -> Probes
 
 def token_ids(inputs: Inputs) -> Tensor | None:
     """The token ids among the inputs: `input_ids`, or else the first input, if it holds 32- or 64-bit integers."""
-    first = inputs["input_ids"] if isinstance(inputs, dict) and "input_ids" in inputs else _tensors(inputs)[0]
+    first = inputs["input_ids"] if isinstance(inputs, dict) and "input_ids" in inputs else tensors(inputs)[0]
     return first if first.dtype in (torch.int32, torch.int64) else None
 
 
-def _tensors(inputs: Inputs) -> list[Tensor]:
+def tensors(inputs: Inputs) -> list[Tensor]:
     if isinstance(inputs, Tensor):
         return [inputs]
     return list(inputs.values() if isinstance(inputs, dict) else inputs)
