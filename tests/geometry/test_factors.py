@@ -98,9 +98,11 @@ def test_roots_map_rows_and_columns_as_their_matrix_does(groups: int, bias: bool
     size = 9
     x, last = torch.randn(4, groups, 5, size - bias), torch.randn(4, groups, 5) if bias else None
     square = torch.randn(groups, size, size)
-    roots: list[Full | LowRank] = [Full(square + square.transpose(1, 2), bias)]
+    square = square @ square.transpose(1, 2) + 0.1 * torch.eye(size)
+    sizes = torch.linalg.eigvalsh(square)
+    roots: list[Full | LowRank] = [Full(square, bias, float(sizes.max()), float(sizes.min()))]
     if groups == 1:
-        roots.append(LowRank(1.7, torch.linalg.qr(torch.randn(size, 3)).Q, torch.randn(3), bias))
+        roots.append(LowRank(1.7, torch.linalg.qr(torch.randn(size, 3)).Q, torch.tensor([2.0, -1.0, -1.5]), bias))
     for root in roots:
         matrix = written_out(root, groups, size)
         whole = x if last is None else torch.cat([x, last[..., None]], -1)
@@ -113,7 +115,9 @@ def test_roots_map_rows_and_columns_as_their_matrix_does(groups: int, bias: bool
             torch.testing.assert_close(
                 root.left(x.transpose(-1, -2)).double(), want.transpose(-1, -2), rtol=1e-4, atol=1e-4
             )
-        assert root.gain >= float(torch.linalg.matrix_norm(matrix, 2).max()) * (1 - 1e-5)
+        sizes = torch.linalg.eigvalsh(matrix).abs()
+        assert root.largest == pytest.approx(float(sizes.max()), rel=1e-4)
+        assert root.smallest == pytest.approx(float(sizes.min()), rel=1e-4)
 
 
 class Tokenwise(nn.Module):

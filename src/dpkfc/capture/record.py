@@ -120,21 +120,19 @@ def without_cancellation(norms: Tensor, parts: Tensor, again: Callable[[Tensor],
     return norms
 
 
-def with_slack(norms: Tensor, products: Tensor, gain: float) -> Tensor:
-    """Squared norms with room for the rounding of the weighted sum: ``(‖U g‖ + eps ‖U‖ ‖left‖ ‖right‖)²``.
+def with_slack(norms: Tensor, products: Tensor, growth: float = 1.0) -> Tensor:
+    """Squared norms with room for the rounding of the weighted sum: ``(‖U g‖ + growth eps ‖left‖ ‖right‖)²``.
 
     The sum adds products left_t right_tᵀ in floating point, with an error relative to the products, whose
     total ``‖left‖² ‖right‖²`` is the second argument. Commonly that error is a millionth of the norm; for a
-    record whose products cancel it can be all of it. The map enlarges it by at most ‖U‖, its `gain`, while it may
-    shrink the gradient itself.
+    record whose products cancel it can be all of it.
+
+    If the sum is mapped after it was added up, the map enlarges that error by up to ‖U‖, while it may shrink the
+    gradient itself: `growth` is ‖U‖ if the products are unmapped, and ``‖U‖ ‖U⁻¹‖`` if they are mapped. What is
+    mapped first is released as it was measured, and its error does not grow.
     """
     eps = torch.finfo(norms.dtype).eps / 2
-    return (norms.clamp(min=0).sqrt() + eps * gain * products.sqrt()).square()
-
-
-def total_products(products: list[Tensor]) -> Tensor | None:
-    """The `products` of a sum of gradients: ``(Σ_u ‖left_u‖ ‖right_u‖)²``."""
-    return torch.stack([p.sqrt() for p in products]).sum(0).square() if products else None
+    return (norms.clamp(min=0).sqrt() + eps * growth * products.sqrt()).square()
 
 
 def add_up(parts: Iterable[list[Tensor]]) -> list[Tensor]:
@@ -179,16 +177,12 @@ class Dense:
 
     grads: list[Tensor]
     mapped: bool = False
-    products: Tensor | None = None  # of the factors that mapped gradients came from: `with_slack`
-    gain: float = 1.0  # of the map that they have behind them
 
     def squared_norms(self, metric: Map) -> Tensor:
         grads = self.per_sample()
         if self.mapped or metric is UNCHANGED:
-            norms = sum_of_squares(grads)
-            return norms if self.products is None else with_slack(norms, self.products, self.gain)
-        norms = sum_of_squares(metric.apply(grads))
-        return with_slack(norms, sum_of_squares(grads), metric.gain)
+            return sum_of_squares(grads)
+        return with_slack(sum_of_squares(metric.apply(grads)), sum_of_squares(grads), metric.gain)
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
         return [torch.tensordot(weights.to(x.dtype), x, dims=1) for x in self.per_sample()]
@@ -200,8 +194,7 @@ class Dense:
         return [g.square().sum(0) for g in self.per_sample()]
 
     def masked(self, keep: Tensor) -> Dense:
-        products = None if self.products is None else keep_rows(self.products, keep)
-        return Dense([keep_rows(g, keep) for g in self.grads], self.mapped, products, self.gain)
+        return Dense([keep_rows(g, keep) for g in self.grads], self.mapped)
 
 
 @dataclass
@@ -221,36 +214,25 @@ class Outer:
     last: Tensor | None = None
     transposed: bool = False
     mapped: bool = False
-    products: Tensor | None = None  # ``‖left‖² ‖right‖²`` before they were mapped
-    gain: float = 1.0  # of that map
 
     def map_first(self, metric: Map) -> Outer:
         """The same gradients mapped: ``U_G left_t`` and ``U_A right_t``."""
         left, right = at_least_float32(self.left), at_least_float32(self.right)
-        products = self._products()
-        left, right, last = metric.factors(left, right, self.last)
-        return Outer(left, right, last, self.transposed, True, products, metric.gain)
-
-    def _products(self) -> Tensor:
-        """``‖left‖² ‖right‖²`` as they were before any map."""
-        if self.products is not None:
-            return self.products
-        extra = 0.0 if self.last is None else squared_size(self.last)
-        return squared_size(self.left) * (squared_size(self.right) + extra)
+        return Outer(*metric.factors(left, right, self.last), self.transposed, mapped=True)
 
     def squared_norms(self, metric: Map) -> Tensor:
         batch, length, p = self.left.shape
         q = self.right.shape[2]
-        metric, gain = (UNCHANGED, self.gain) if self.mapped else (metric, metric.gain)
+        metric = UNCHANGED if self.mapped else metric
         if length == 1:
-            return self._norms_of_one(metric, gain)
+            return self._norms_of_one(metric)
         of_left, of_right = metric.work
         by_gram = length * length * (p + q) + length * (of_left + of_right)
         by_forming = length * p * q + q * of_left + p * of_right
         if not metric.factored or by_forming < by_gram:
             block = max(1, batch * length * (p + q) // (p * q))
             norms = torch.cat([sum_of_squares(metric.apply(piece.per_sample())) for piece in self._split(block)])
-            return with_slack(norms, self._products(), gain)
+            return with_slack(norms, squared_size(self.left) * self._right_size(), metric.gain)
         left, right, last = metric.factors(at_least_float32(self.left), at_least_float32(self.right), self.last)
         norms, parts, products = _gram_norms(left, right, last)
         norms = without_cancellation(
@@ -258,19 +240,19 @@ class Outer:
             parts,
             lambda i: _gram_norms(left[i].double(), right[i].double(), None if last is None else last[i].double())[0],
         )
-        unmapped = metric is UNCHANGED and not self.mapped
-        return with_slack(norms, products if unmapped else self._products(), gain)
+        return with_slack(norms, products, metric.condition)
 
-    def _norms_of_one(self, metric: Map, gain: float) -> Tensor:
+    def _norms_of_one(self, metric: Map) -> Tensor:
         """One position: ``‖left‖² ‖right‖²``."""
         left, right, last = at_least_float32(self.left), at_least_float32(self.right), self.last
         if not metric.factored:
             return metric.single(left[:, 0], right[:, 0], None if last is None else last[:, 0])
-        left, right, last = metric.factors(left, right, last)
-        norms = squared_size(left) * (squared_size(right) + (0.0 if last is None else squared_size(last)))
-        if metric is UNCHANGED and not self.mapped:
-            return norms
-        return with_slack(norms, self._products(), gain)
+        one = Outer(*metric.factors(left, right, last))
+        norms = squared_size(one.left) * one._right_size()
+        return norms if metric is UNCHANGED else with_slack(norms, norms, metric.condition)
+
+    def _right_size(self) -> Tensor:
+        return squared_size(self.right) + (0.0 if self.last is None else squared_size(self.last))
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
         left, right = at_least_float32(self.left), at_least_float32(self.right)
@@ -312,23 +294,15 @@ class Outer:
         return Outer(self.left[rows], self.right[rows], last, self.transposed)
 
     def masked(self, keep: Tensor) -> Outer:
-        left, right, last, products = (
-            None if x is None else keep_rows(x, keep) for x in (self.left, self.right, self.last, self.products)
-        )
-        assert left is not None and right is not None
-        return Outer(left, right, last, self.transposed, self.mapped, products, self.gain)
+        last = None if self.last is None else keep_rows(self.last, keep)
+        return Outer(keep_rows(self.left, keep), keep_rows(self.right, keep), last, self.transposed, self.mapped)
 
     @staticmethod
     def cat(outers: list[Outer]) -> Outer:
         """Several uses of one weight: their positions side by side."""
         left, right = torch.cat([o.left for o in outers], 1), torch.cat([o.right for o in outers], 1)
-        lasts, products = (
-            [x for x in xs if x is not None] for xs in zip(*((o.last, o.products) for o in outers), strict=True)
-        )
-        last = torch.cat(lasts, 1) if lasts else None
-        return Outer(
-            left, right, last, outers[0].transposed, outers[0].mapped, total_products(products), outers[0].gain
-        )
+        lasts = [o.last for o in outers if o.last is not None]
+        return Outer(left, right, torch.cat(lasts, 1) if lasts else None, outers[0].transposed, outers[0].mapped)
 
 
 def matrix(left: Tensor, right: Tensor, room: Room, metric: Map, bias: bool, transposed: bool = False) -> Form:
@@ -344,7 +318,7 @@ def matrix(left: Tensor, right: Tensor, room: Room, metric: Map, bias: bool, tra
     formed = length >= SHORT and p * q <= ROOM * length * (p + q)
     if sum(metric.work) and (length == 1 or (formed and length < p)):
         outer = outer.map_first(metric)
-    return Dense(outer.per_sample(room), outer.mapped, outer.products, outer.gain) if formed else outer
+    return Dense(outer.per_sample(room), outer.mapped) if formed else outer
 
 
 def join(forms: list[Form], metric: Map = UNCHANGED) -> Form:
@@ -363,23 +337,12 @@ def join(forms: list[Form], metric: Map = UNCHANGED) -> Form:
     orientations = {outer.transposed for outer in outers}
     if len(outers) == len(forms) and len(orientations) == 1 and len({form.mapped for form in forms}) == 1:
         return Outer.cat(outers)
-    if any(form.mapped for form in forms):
-        return _sum_of_mapped(forms, metric)
+    if any(form.mapped for form in forms):  # one position in one use, several in another
+        mapped = [form.per_sample() if form.mapped else metric.apply(form.per_sample()) for form in forms]
+        return Dense([torch.stack(parts).sum(0) for parts in zip(*mapped, strict=True)], mapped=True)
     if len(rows) == len(forms):
         return Rows.cat(rows)
     if len(outers) + len(rows) == len(forms) and orientations == {False}:
         return TiedHead(Outer.cat(outers), Rows.cat(rows))
     grads = [form.per_sample() for form in forms]
     return Dense([torch.stack(parts).sum(0) for parts in zip(*grads, strict=True)])
-
-
-def _sum_of_mapped(forms: list[Form], metric: Map) -> Dense:
-    """Uses of one weight, some of them mapped already (one position) and some not (several)."""
-    grads = [form.per_sample() for form in forms]
-    products = [
-        form.products if isinstance(form, Outer | Dense) and form.products is not None else sum_of_squares(parts)
-        for form, parts in zip(forms, grads, strict=True)
-    ]
-    mapped = [parts if form.mapped else metric.apply(parts) for form, parts in zip(forms, grads, strict=True)]
-    total = [torch.stack(parts).sum(0) for parts in zip(*mapped, strict=True)]
-    return Dense(total, True, total_products(products), metric.gain)

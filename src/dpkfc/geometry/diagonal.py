@@ -46,6 +46,10 @@ class Scaled:
     def gain(self) -> float:
         return self.scale if isinstance(self.scale, float) else max(float(s.max()) for s in self.scale)
 
+    @cached_property
+    def condition(self) -> float:
+        return 1.0 if isinstance(self.scale, float) else self.gain / min(float(s.min()) for s in self.scale)
+
     @property
     def factored(self) -> bool:
         return isinstance(self.scale, float)

@@ -122,13 +122,14 @@ class Spectrum:
         rank = self.values.shape[1]
         if rank == self.size:
             full = torch.bmm(self.vectors * values[:, None], self.vectors.transpose(1, 2))
-            return Full(_symmetric(full).to(like), bias)
+            return Full(_symmetric(full).to(like), bias, float(values.max()), float(values.min()))
         base = float(function(self.rest()[:, None], mu[:, None]))
         if 2 * rank >= self.size:
             vectors = self.vectors[0]
             full = base * torch.eye(self.size, dtype=vectors.dtype, device=vectors.device)
             full = full + (vectors * (values[0] - base)) @ vectors.T
-            return Full(_symmetric(full[None]).to(like), bias)
+            sizes = max(float(values.max()), base), min(float(values.min()), base)
+            return Full(_symmetric(full[None]).to(like), bias, *sizes)
         return LowRank(base, self.vectors[0].to(like).contiguous(), (values[0] - base).to(like), bias)
 
 
@@ -169,6 +170,8 @@ class Full:
 
     matrix: Tensor
     bias: bool
+    largest: float  # eigenvalue
+    smallest: float
 
     @property
     def size(self) -> int:
@@ -188,11 +191,6 @@ class Full:
         """Bytes held."""
         return self.matrix.nbytes
 
-    @cached_property
-    def gain(self) -> float:
-        """The largest eigenvalue."""
-        return float(torch.linalg.matrix_norm(self.matrix.float(), 2).max())
-
     def right(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """``(x, last) U`` for vectors x [..., groups, n, d]; their last coordinate, if any, is apart."""
         u = self.matrix.to(x.dtype)
@@ -208,7 +206,7 @@ class Full:
         return _times(x.transpose(-1, -2), self.matrix.to(x.dtype)).transpose(-1, -2)
 
     def state(self) -> dict[str, Any]:
-        return {"matrix": self.matrix, "bias": self.bias}
+        return {"matrix": self.matrix, "bias": self.bias, "largest": self.largest, "smallest": self.smallest}
 
 
 def _times(x: Tensor, matrices: Tensor) -> Tensor:
@@ -247,9 +245,14 @@ class LowRank:
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @cached_property
-    def gain(self) -> float:
-        """The largest eigenvalue, or more."""
-        return max(self.base, float((self.base + self.weights).abs().max()))
+    def largest(self) -> float:
+        """The largest eigenvalue."""
+        return max(self.base, float((self.base + self.weights).max()))
+
+    @cached_property
+    def smallest(self) -> float:
+        """The smallest eigenvalue."""
+        return min(self.base, float((self.base + self.weights).min()))
 
     @cached_property
     def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -24,6 +24,10 @@ class Map(Protocol):
         """``‖U‖``, its largest eigenvalue or more: how far the rounding errors of g can grow in U g."""
 
     @property
+    def condition(self) -> float:
+        """``‖U‖ ‖U⁻¹‖`` or more."""
+
+    @property
     def work(self) -> tuple[int, int]:
         """Multiplications to map one vector of the left factors, and one of the right."""
 
@@ -80,7 +84,7 @@ class Geometry(Protocol):
 
 
 class _Unchanged:
-    gain = 1.0
+    gain = condition = 1.0
     work = (0, 0)
     factored = True
 

@@ -31,7 +31,12 @@ class Kronecker:
 
     @property
     def gain(self) -> float:
-        return math.prod(root.gain for root in (self.left_root, self.right_root) if root is not None)
+        return math.prod(root.largest for root in (self.left_root, self.right_root) if root is not None)
+
+    @property
+    def condition(self) -> float:
+        roots = [root for root in (self.left_root, self.right_root) if root is not None]
+        return math.prod(root.largest / root.smallest for root in roots)
 
     @property
     def work(self) -> tuple[int, int]:

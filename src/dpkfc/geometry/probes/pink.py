@@ -24,7 +24,8 @@ class PinkNoise:
     Every image has root mean square `std` over its channels and grid, and is then shifted by `mean`. Without
     the DC component (dc=False) each channel of it has mean `mean` exactly; with it (at the power of the
     lowest other frequency) images differ in brightness. `channel_correlation` ρ makes the channels
-    ``√ρ shared + √(1-ρ) own``; about 0.9 is natural for RGB.
+    ``√ρ shared + √(1-ρ) own``; about 0.9 is natural for RGB. `limits` cuts the result off at the smallest and largest
+    value an input can have, such as (0, 1) for pixels.
 
     >>> import torch
     >>> noise = PinkNoise(shape=(3, 32, 32), classes=10, channel_correlation=0.9)
@@ -40,6 +41,7 @@ class PinkNoise:
     channel_correlation: float = 0.0
     dc: bool = False
     count: int = 256
+    limits: tuple[float, float] | None = None
 
     name = "pink noise"
     public = True
@@ -56,6 +58,8 @@ class PinkNoise:
         real("PinkNoise: mean", self.mean)
         share("PinkNoise: channel_correlation", self.channel_correlation)
         whole("PinkNoise: count", self.count, 1)
+        if self.limits is not None and not (len(self.limits) == 2 and self.limits[0] < self.limits[1]):
+            raise PrivacyError(f"PinkNoise: limits={self.limits!r}: give (smallest, largest), such as (0, 1)")
         if self.classes is not None:
             whole("PinkNoise: classes", self.classes, 1)
         if math.prod(self.shape[1:]) == 1 and not self.dc:
@@ -75,7 +79,8 @@ class PinkNoise:
         axes = tuple(range(2, white.dim()))
         pink = torch.fft.irfftn(torch.fft.rfftn(white, dim=axes) * gain(grid, self.alpha, self.dc), s=grid, dim=axes)
         size = pink.square().flatten(1).mean(1).sqrt().view(-1, *[1] * len(self.shape))
-        return Probes(pink * (self.std / size) + self.mean)
+        images = pink * (self.std / size) + self.mean
+        return Probes(images if self.limits is None else images.clamp(*self.limits))
 
 
 def gain(grid: tuple[int, ...], alpha: float, dc: bool) -> Tensor:
