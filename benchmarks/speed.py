@@ -1,4 +1,4 @@
-"""Seconds and memory of one training step: ordinary training, Opacus two ways, and dpkfc, side by side.
+"""Seconds and memory of one training step: ordinary training, Opacus two ways, DP-SGD and DP-KFC, side by side.
 
     python -m benchmarks.speed --json speed.json --plot speed.png
     python -m benchmarks.speed --json speed.json --workloads mlp,cnn --arms sgd,dpkfc --rounds 9
@@ -10,8 +10,13 @@ Time: the arms of a workload share one process and take turns, several steps eac
 to round, so that whatever slows the machine slows all of them alike. The median over rounds is reported; where it lies
 far above the best round, something else was using the processor, and the run says so.
 
-Memory: every arm takes a few steps alone in a fresh process; its peak resident size is reported, and beside it the
-baseline: the size once all packages were imported and before anything was built. The baseline is equal for all arms.
+Refresh: DP-KFC builds its maps anew every 50 steps. Each of its turns ends with one more step, on which a refresh is
+due. What that step takes longer than the others of its turn is the refresh, with whatever the first step after it has
+to make up for; the time reported is that of a step plus a fiftieth of a refresh.
+
+Memory: every arm takes a few steps alone in a fresh process, the last of them with a refresh where there is one. Its
+peak resident size is reported, and beside it the baseline: the size once all packages were imported and before anything
+was built. The baseline is equal for all arms.
 
 Compare ratios to the `sgd` arm of the same run, never seconds of different runs. An arm that cannot train a model
 says why: `{"error": "one line"}`.
@@ -33,6 +38,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -45,9 +51,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from benchmarks.workloads import WORKLOADS, Record, Workload, loss
+from dpkfc import KFC, Identity, make_private
+from dpkfc.geometry.identity import Geometry
 
 CLIP = NOISE_MULTIPLIER = 1.0
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
+EVERY = 50  # steps from one refresh of DP-KFC to the next
 DISTURBED = 1.5  # the median over the best round from which a time is called disturbed
 PACKAGES = ("dpkfc", "opacus", "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2")
 
@@ -56,23 +65,33 @@ PACKAGES = ("dpkfc", "opacus", "transformers.models.bert.modeling_bert", "transf
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
 
 Step = Callable[[], None]
-Figures = dict[str, Any]  # of one arm: seconds, seconds_best, peak_mb, baseline_mb, ratio; or error
+# Of one arm: seconds, seconds_best, peak_mb, baseline_mb, ratio; with a refresh also seconds_step (without it),
+# seconds_refresh and refresh_in_steps (of `sgd`). Or error.
+Figures = dict[str, Any]
 
 
-# Arms: (workload, model, one batch, how many steps will be taken) -> a function that takes one step.
+@dataclass(frozen=True)
+class Arm:
+    """Takes one training step; `refresh` takes one on which the geometry is refreshed, if the arm has any."""
+
+    step: Step
+    refresh: Step | None = None
 
 
-def sgd(workload: Workload, model: nn.Module, batch: Record, steps: int) -> Step:
+# Arms: (workload, model, one batch, how many steps will be taken) -> Arm.
+
+
+def sgd(workload: Workload, model: nn.Module, batch: Record, steps: int) -> Arm:
     """Ordinary training: no clipping, no noise."""
     optimizer = _optimizer(model)
 
     def step() -> None:
         _finish(loss(workload.logits(model, batch), batch[-1]), optimizer)
 
-    return step
+    return Arm(step)
 
 
-def opacus_hooks(workload: Workload, model: nn.Module, batch: Record, steps: int) -> Step:
+def opacus_hooks(workload: Workload, model: nn.Module, batch: Record, steps: int) -> Arm:
     """Opacus' default: hooks write every sample's gradient, the optimizer clips and sums them."""
     from opacus.grad_sample import GradSampleModule
     from opacus.optimizers import DPOptimizer
@@ -83,10 +102,10 @@ def opacus_hooks(workload: Workload, model: nn.Module, batch: Record, steps: int
     def step() -> None:
         _finish(loss(workload.logits(wrapped, batch), batch[-1]), optimizer)
 
-    return step
+    return Arm(step)
 
 
-def opacus_ghost(workload: Workload, model: nn.Module, batch: Record, steps: int) -> Step:
+def opacus_ghost(workload: Workload, model: nn.Module, batch: Record, steps: int) -> Arm:
     """Opacus' ghost clipping: one backward pass for the norms, a second for the sum of the clipped gradients."""
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
     from opacus.optimizers import DPOptimizerFastGradientClipping
@@ -100,13 +119,41 @@ def opacus_ghost(workload: Workload, model: nn.Module, batch: Record, steps: int
         logits = workload.logits(wrapped, batch)
         _finish(criterion(logits.flatten(0, -2), batch[-1].flatten(), shape=logits.shape), optimizer)
 
-    return step
+    return Arm(step)
 
 
-def dpkfc(workload: Workload, model: nn.Module, batch: Record, steps: int) -> Step:
+def dpkfc(workload: Workload, model: nn.Module, batch: Record, steps: int) -> Arm:
+    """DP-SGD by dpkfc."""
+    return Arm(_private(workload, model, batch, steps, Identity()))
+
+
+def dpkfc_kfc(workload: Workload, model: nn.Module, batch: Record, steps: int) -> Arm:
+    """DP-KFC by dpkfc."""
+    geometry = OnDemand(workload.probe, every=EVERY, loss=workload.probe_loss)
+    step = _private(workload, model, batch, steps, geometry)
+
+    def refresh() -> None:
+        geometry.wanted = True
+        step()
+
+    return Arm(step, refresh)
+
+
+class OnDemand(KFC):
+    """A KFC whose refresh comes on the first step and whenever it is wanted, so that each can be measured."""
+
+    wanted = False
+
+    def due(self, step: int) -> bool:
+        due, self.wanted = step == 0 or self.wanted, False
+        return due
+
+
+ARMS = {arm.__name__: arm for arm in (sgd, opacus_hooks, opacus_ghost, dpkfc, dpkfc_kfc)}
+
+
+def _private(workload: Workload, model: nn.Module, batch: Record, steps: int, geometry: Geometry) -> Step:
     """dpkfc, its loader included. With one batch of records at sampling rate 1, Poisson batches are the whole of it."""
-    from dpkfc import make_private
-
     optimizer = _optimizer(model)
     private = make_private(
         model,
@@ -117,6 +164,7 @@ def dpkfc(workload: Workload, model: nn.Module, batch: Record, steps: int) -> St
         steps=steps,
         batch_size=workload.batch_size,
         clip=CLIP,
+        geometry=geometry,
     )
     batches = iter(private.loader)
 
@@ -125,9 +173,6 @@ def dpkfc(workload: Workload, model: nn.Module, batch: Record, steps: int) -> St
         _finish(loss(workload.logits(model, drawn), drawn[-1]), optimizer)
 
     return step
-
-
-ARMS = {arm.__name__: arm for arm in (sgd, opacus_hooks, opacus_ghost, dpkfc)}
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -151,8 +196,8 @@ def time_workload(workload: Workload, arms: Sequence[str], rounds: int, warmup: 
     """The seconds of a step for each arm, measured in turns: the median over rounds, and the best."""
     torch.manual_seed(0)
     model, batch = workload.build().train(), workload.batch(workload.batch_size)
-    steps: dict[str, Step] = {}
-    seconds: dict[str, list[float]] = {arm: [] for arm in arms}
+    taking: dict[str, Arm] = {}
+    turns: dict[str, list[Figures]] = {arm: [] for arm in arms}
     errors: dict[str, Figures] = {}
     for turn in range(rounds + 1):
         for arm in _rotated(arms, turn):
@@ -160,15 +205,28 @@ def time_workload(workload: Workload, arms: Sequence[str], rounds: int, warmup: 
                 continue
             try:
                 if turn == 0:
-                    steps[arm] = ARMS[arm](workload, copy.deepcopy(model), batch, warmup + rounds * workload.steps)
-                    _take(steps[arm], warmup)
+                    steps = warmup + rounds * (workload.steps + 1)
+                    taking[arm] = ARMS[arm](workload, copy.deepcopy(model), batch, steps)
+                    _take(taking[arm].step, warmup)
                 else:
-                    seconds[arm].append(_seconds(steps[arm], workload.steps))
+                    turns[arm].append(_turn(taking[arm], workload.steps))
             except Exception as problem:  # whatever a library cannot do is a result, not a crash
                 errors[arm] = {"error": _one_line(problem)}
-    return {
-        arm: errors.get(arm) or {"seconds": median(seconds[arm]), "seconds_best": min(seconds[arm])} for arm in arms
-    }
+    return {arm: errors.get(arm) or _summary(turns[arm]) for arm in arms}
+
+
+def _turn(arm: Arm, times: int) -> Figures:
+    """The seconds of a step in one turn of several; with a refresh, its seconds beyond a step and its share."""
+    step = _seconds(arm.step, times)
+    if arm.refresh is None:
+        return {"seconds": step}
+    refresh = _seconds(arm.refresh, 1) - step
+    return {"seconds": step + refresh / EVERY, "seconds_step": step, "seconds_refresh": refresh}
+
+
+def _summary(turns: list[Figures]) -> Figures:
+    medians = {name: median(turn[name] for turn in turns) for name in turns[0]}
+    return {**medians, "seconds_best": min(turn["seconds"] for turn in turns)}
 
 
 def _seconds(step: Step, times: int) -> float:
@@ -221,8 +279,9 @@ def report_memory(name: str, arm: str, steps: int, threads: int) -> None:
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     workload = WORKLOADS[name]
-    step = ARMS[arm](workload, workload.build().train(), workload.batch(workload.batch_size), steps)
-    _take(step, steps)
+    taking = ARMS[arm](workload, workload.build().train(), workload.batch(workload.batch_size), steps)
+    _take(taking.step, steps - 1)
+    _take(taking.refresh or taking.step, 1)
     print(json.dumps({"peak_mb": _resident_mb("VmHWM"), "baseline_mb": baseline}))
 
 
@@ -255,7 +314,7 @@ def run(
             if "error" not in figures[arm]:
                 memory = memory_of(name, arm, memory_steps, threads)
                 figures[arm] = memory if "error" in memory else figures[arm] | memory
-        results[name] = _with_ratios(figures)
+        results[name] = with_ratios(figures)
     settings = {
         "rounds": rounds,
         "threads": threads,
@@ -268,24 +327,36 @@ def run(
         "optimizer": f"SGD, learning rate {LEARNING_RATE}, momentum {MOMENTUM}",
         "clip": CLIP,
         "noise_multiplier": NOISE_MULTIPLIER,
-        "versions": {package: _version(package) for package in ("dpkfc", "torch", "opacus", "transformers")},
+        "refresh_every": EVERY,
+        "versions": versions(),
     }
     return {"workloads": results, "settings": settings}
 
 
-def _with_ratios(figures: dict[str, Figures]) -> dict[str, Figures]:
-    """Add each arm's ratio to `sgd`: of seconds, of the peak, and of the peak above the baseline."""
+def with_ratios(figures: dict[str, Figures]) -> dict[str, Figures]:
+    """Add each arm's ratio to `sgd`: of seconds and, where known, of the peak and of the peak above the baseline.
+
+    A refresh is counted in steps of `sgd`.
+    """
     ordinary = figures.get("sgd", {"error": "not run"})
     if "error" in ordinary:
         return figures
     for arm in figures.values():
-        if "error" not in arm:
-            arm["ratio"] = {
-                "seconds": arm["seconds"] / ordinary["seconds"],
+        if "error" in arm:
+            continue
+        arm["ratio"] = {"seconds": arm["seconds"] / ordinary["seconds"]}
+        if "peak_mb" in arm:
+            arm["ratio"] |= {
                 "peak_mb": arm["peak_mb"] / ordinary["peak_mb"],
                 "net_mb": (arm["peak_mb"] - arm["baseline_mb"]) / (ordinary["peak_mb"] - ordinary["baseline_mb"]),
             }
+        if "seconds_refresh" in arm:
+            arm["refresh_in_steps"] = arm["seconds_refresh"] / ordinary["seconds"]
     return figures
+
+
+def versions() -> dict[str, str]:
+    return {package: _version(package) for package in ("dpkfc", "torch", "opacus", "transformers")}
 
 
 def _version(package: str) -> str:
@@ -296,13 +367,18 @@ def _version(package: str) -> str:
 
 
 def table(result: dict[str, Any]) -> Table:
-    """One row an arm: seconds and memory, each with its ratio to ordinary training."""
+    """One row an arm: seconds and memory, each with its ratio to ordinary training; a refresh in ordinary steps."""
     settings = result["settings"]
-    drawn = Table(title=f"One training step ({settings['threads']} threads, median of {settings['rounds']} rounds)")
+    drawn = Table(
+        title=f"One training step ({settings['threads']} threads, median of {settings['rounds']} rounds)",
+        caption="refresh: the time of one, in steps of sgd",
+        pad_edge=False,
+        collapse_padding=True,
+    )
     for heading in ("workload", "arm"):
         drawn.add_column(heading, no_wrap=True)
-    for heading in ("seconds", "x sgd", "peak MB", "net MB", "x sgd"):
-        drawn.add_column(heading, justify="right")
+    for heading in ("seconds", "x sgd", "refresh", "peak MB", "net MB", "x sgd"):
+        drawn.add_column(heading, justify="right", no_wrap=True)
     for name, arms in result["workloads"].items():
         for position, (arm, figures) in enumerate(arms.items()):
             label = f"{name} ({settings['batch_size'][name]})" if position == 0 else ""
@@ -325,11 +401,12 @@ def remarks(result: dict[str, Any]) -> list[str]:
 
 def _cells(figures: Figures) -> list[str]:
     if "error" in figures:
-        return ["failed"] + [""] * 4
+        return ["failed"] + [""] * 5
     ratio = figures.get("ratio", {})
     return [
         f"{figures['seconds']:.4f}",
         f"{ratio['seconds']:.2f}" if ratio else "",
+        f"{figures['refresh_in_steps']:.1f}" if "refresh_in_steps" in figures else "",
         f"{figures['peak_mb']:.0f}",
         f"{figures['peak_mb'] - figures['baseline_mb']:.0f}",
         f"{ratio['net_mb']:.2f}" if ratio else "",
@@ -337,7 +414,7 @@ def _cells(figures: Figures) -> list[str]:
 
 
 def plot(result: dict[str, Any], file: Path) -> None:
-    """Grouped bars of the two ratios to ordinary training, a group a workload."""
+    """Grouped bars, a group a workload: the two ratios to ordinary training, and the cost of a refresh."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -345,28 +422,43 @@ def plot(result: dict[str, Any], file: Path) -> None:
 
     workloads = result["workloads"]
     arms = list(dict.fromkeys(arm for figures in workloads.values() for arm in figures if arm != "sgd"))
-    width = 0.8 / max(len(arms), 1)
-    figure, panels = plt.subplots(2, 1, figsize=(9, 6.5), sharex=True, layout="constrained")
-    titles = {"seconds": "Time of a step", "net_mb": "Peak memory above imports"}
-    for panel, (quantity, title) in zip(panels, titles.items(), strict=True):
-        for index, arm in enumerate(arms):
-            ratios = [figures[arm].get("ratio", {}).get(quantity, math.nan) for figures in workloads.values()]
-            places = [group + (index - (len(arms) - 1) / 2) * width for group in range(len(workloads))]
-            panel.bar(places, ratios, width, label=arm)
-            for place, ratio in zip(places, ratios, strict=True):
-                label, height = ("n/a", 1.0) if math.isnan(ratio) else (f"{ratio:.1f}", ratio)
-                panel.annotate(label, (place, height), (0, 2), textcoords="offset points", ha="center", fontsize=8)
+    colours = {arm: f"C{index}" for index, arm in enumerate(arms)}
+    refreshed = [arm for arm in arms if any("refresh_in_steps" in figures[arm] for figures in workloads.values())]
+    rows = 3 if refreshed else 2
+    figure, panels = plt.subplots(rows, 1, figsize=(10, 3.2 * rows), sharex=True, layout="constrained")
+    for panel, quantity in zip(panels, ("seconds", "net_mb"), strict=False):
+        ratios = {arm: [f[arm].get("ratio", {}).get(quantity, math.nan) for f in workloads.values()] for arm in arms}
+        _bars(panel, ratios, colours)
         panel.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
         panel.set_yscale("log")
         panel.margins(y=0.15)
         panel.set_ylim(bottom=0.5)
-        panel.set_xlim(-0.5, len(workloads) - 0.5)
         panel.set_ylabel("ratio to ordinary SGD")
-        panel.set_title(title)
+    every = result["settings"]["refresh_every"]
+    panels[0].set_title(f"Time of a step (with 1/{every} of a refresh)" if refreshed else "Time of a step")
+    panels[1].set_title("Peak memory above imports")
+    if refreshed:
+        costs = {arm: [f[arm].get("refresh_in_steps", math.nan) for f in workloads.values()] for arm in refreshed}
+        _bars(panels[2], costs, colours)
+        panels[2].margins(y=0.15)
+        panels[2].set_ylabel("ordinary SGD steps")
+        panels[2].set_title("Time of one refresh")
     figure.legend(*panels[0].get_legend_handles_labels(), ncols=len(arms), loc="outside upper center")
-    panels[1].set_xticks(range(len(workloads)), list(workloads))
+    panels[-1].set_xticks(range(len(workloads)), list(workloads))
+    panels[-1].set_xlim(-0.5, len(workloads) - 0.5)
     figure.savefig(file, dpi=150)
     plt.close(figure)
+
+
+def _bars(panel: Any, heights: dict[str, list[float]], colours: dict[str, str]) -> None:
+    """Bars with their values above them; what is missing says so."""
+    width = 0.8 / max(len(heights), 2)
+    for index, (arm, values) in enumerate(heights.items()):
+        places = [group + (index - (len(heights) - 1) / 2) * width for group in range(len(values))]
+        panel.bar(places, values, width, label=arm, color=colours[arm])
+        for place, value in zip(places, values, strict=True):
+            label, height = ("n/a", 1.0) if math.isnan(value) else (f"{value:.1f}", value)
+            panel.annotate(label, (place, height), (0, 2), textcoords="offset points", ha="center", fontsize=8)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -377,8 +469,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--workloads", type=_names(WORKLOADS), default=list(WORKLOADS), metavar="A,B", help="default: all"
     )
     parser.add_argument("--arms", type=_names(ARMS), default=list(ARMS), metavar="A,B", help="default: all")
-    parser.add_argument("--rounds", type=_positive, default=7, help="timing rounds (default 7)")
-    parser.add_argument("--threads", type=_positive, default=2, help="torch threads (default 2)")
+    parser.add_argument("--rounds", type=positive, default=7, help="timing rounds (default 7)")
+    parser.add_argument("--threads", type=positive, default=2, help="torch threads (default 2)")
     chosen = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")  # Opacus and torch warn of hooks and insecure noise on every arm
     result = run(chosen.workloads, chosen.arms, chosen.rounds, chosen.threads)
@@ -402,7 +494,7 @@ def _names(known: dict[str, Any]) -> Callable[[str], list[str]]:
     return parse
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: a whole number of at least 1 is needed")
     return int(text)

@@ -3,6 +3,8 @@
 Weights and records are random: speed and memory do not depend on them. No model has dropout, so every arm computes
 the same thing. Token models get every input as a full [batch, tokens] tensor, position ids included, because Opacus
 reads the batch size off the first dimension of whatever enters an embedding.
+
+Each workload also names the probe of its DP-KFC arm: as many synthetic inputs as a batch has records, of their shape.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpkfc import PinkNoise, Tokens
+from dpkfc.geometry.probes.probe import Probe
+from dpkfc.geometry.probes.targets import Loss
 from dpkfc.models import groupnorm_resnet, mlp, paper_cnn, tiny_vit
 
 TOKENS = 128
@@ -33,7 +38,9 @@ class Workload:
     steps: int
     build: Callable[[], nn.Module]
     batch: Callable[[int], Record]
+    probe: Probe
     logits: Callable[[nn.Module, Record], Tensor] = lambda model, record: model(record[0])
+    probe_loss: Loss = "cross_entropy"
 
 
 def loss(logits: Tensor, target: Tensor) -> Tensor:
@@ -43,6 +50,10 @@ def loss(logits: Tensor, target: Tensor) -> Tensor:
 
 def images(channels: int, size: int) -> Callable[[int], Record]:
     return lambda batch_size: (torch.randn(batch_size, channels, size, size), torch.randint(10, (batch_size,)))
+
+
+def pink(channels: int, size: int, count: int) -> Probe:
+    return PinkNoise((channels, size, size), classes=10, count=count)
 
 
 def sentences(batch_size: int) -> Record:
@@ -110,11 +121,14 @@ def gpt2_logits(model: nn.Module, record: Record) -> Tensor:
     return out
 
 
+SENTENCES = Tokens(BERT_VOCABULARY, TOKENS, cls=101, sep=102, pad=0, classes=2, extra=("token_type_ids",), count=16)
+TEXTS = Tokens(GPT2_VOCABULARY, TOKENS, count=8)
+
 WORKLOADS = {
-    "mlp": Workload(256, 4, lambda: mlp([784, 512, 512, 10]), images(1, 28)),
-    "cnn": Workload(256, 4, paper_cnn, images(1, 28)),
-    "resnet": Workload(64, 2, groupnorm_resnet, images(3, 32)),
-    "vit": Workload(64, 2, tiny_vit, images(3, 32)),
-    "minilm": Workload(16, 1, minilm, sentences, minilm_logits),
-    "gpt2": Workload(8, 1, gpt2, texts, gpt2_logits),
+    "mlp": Workload(256, 4, lambda: mlp([784, 512, 512, 10]), images(1, 28), pink(1, 28, 256)),
+    "cnn": Workload(256, 4, paper_cnn, images(1, 28), pink(1, 28, 256)),
+    "resnet": Workload(64, 2, groupnorm_resnet, images(3, 32), pink(3, 32, 64)),
+    "vit": Workload(64, 2, tiny_vit, images(3, 32), pink(3, 32, 64)),
+    "minilm": Workload(16, 1, minilm, sentences, SENTENCES, minilm_logits),
+    "gpt2": Workload(8, 1, gpt2, texts, TEXTS, gpt2_logits, "next_token"),
 }

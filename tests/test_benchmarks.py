@@ -1,4 +1,4 @@
-"""The speed benchmark runs from the command line and saves what it says it saves."""
+"""The benchmarks run from the command line and save what they say they save."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.speed", *arguments]
+sys.path.insert(0, str(ROOT))  # the benchmarks are not installed
+
+from benchmarks import growth, speed  # noqa: E402
+from benchmarks.workloads import WORKLOADS  # noqa: E402
+
+
+def bench(*arguments: str, module: str = "speed") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
@@ -23,7 +30,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = tmp_path_factory.mktemp("speed") / "speed.json"
     drawing = ["--plot", str(file.with_suffix(".png"))] if find_spec("matplotlib") else []
-    small = ["--workloads", "mlp", "--arms", "sgd,opacus_hooks,dpkfc", "--rounds", "1", "--threads", "1"]
+    small = ["--workloads", "mlp", "--arms", "sgd,opacus_hooks,dpkfc,dpkfc_kfc", "--rounds", "1", "--threads", "1"]
     done = bench("--json", str(file), *small, *drawing)
     assert done.returncode == 0, done.stderr
     assert "opacus_hooks" in done.stdout
@@ -36,12 +43,13 @@ def test_every_arm_is_measured_or_says_why_not(result: dict[str, Any]) -> None:
     assert set(result) == {"workloads", "settings"}
     assert set(result["workloads"]) == {"mlp"}
     arms = result["workloads"]["mlp"]
-    assert list(arms) == ["sgd", "opacus_hooks", "dpkfc"]
-    for figures in arms.values():
+    assert list(arms) == ["sgd", "opacus_hooks", "dpkfc", "dpkfc_kfc"]
+    for arm, figures in arms.items():
         if "error" in figures:
             assert "\n" not in figures["error"]
         else:
-            assert set(figures) == {"seconds", "seconds_best", "peak_mb", "baseline_mb", "ratio"}
+            its_own = {"seconds_step", "seconds_refresh", "refresh_in_steps"} if arm == "dpkfc_kfc" else set()
+            assert set(figures) == {"seconds", "seconds_best", "peak_mb", "baseline_mb", "ratio"} | its_own
             assert set(figures["ratio"]) == {"seconds", "peak_mb", "net_mb"}
             assert figures["seconds"] >= figures["seconds_best"] > 0
             assert figures["peak_mb"] > figures["baseline_mb"] > 0
@@ -54,6 +62,71 @@ def test_ratios_are_to_ordinary_training(result: dict[str, Any]) -> None:
     hooks = arms["opacus_hooks"]
     assert hooks["ratio"]["seconds"] == pytest.approx(hooks["seconds"] / arms["sgd"]["seconds"])
     assert hooks["ratio"]["net_mb"] > 2  # 256 gradients of 670 thousand weights are not free
+
+
+def test_the_share_of_a_refresh_is_in_the_time_of_a_step(result: dict[str, Any]) -> None:
+    arms = result["workloads"]["mlp"]
+    kfc = arms["dpkfc_kfc"]
+    assert "error" not in kfc, kfc["error"]
+    assert kfc["seconds"] == pytest.approx(kfc["seconds_step"] + kfc["seconds_refresh"] / 50)
+    assert kfc["refresh_in_steps"] == pytest.approx(kfc["seconds_refresh"] / arms["sgd"]["seconds"])
+    assert result["settings"]["refresh_every"] == 50
+
+
+@pytest.fixture
+def refreshed_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps at which DP-KFC is refreshed."""
+    steps: list[int] = []
+    refresh = speed.OnDemand.refresh
+
+    def noted(self: speed.OnDemand, model: Any, tape: Any, step: int) -> None:
+        steps.append(step)
+        refresh(self, model, tape, step)
+
+    monkeypatch.setattr(speed.OnDemand, "refresh", noted)
+    return steps
+
+
+def test_every_turn_and_the_memory_run_end_with_a_refresh(
+    refreshed_at: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = growth.wide(16, batch_size=4, steps=3)
+    figures = speed.time_workload(small, ["dpkfc_kfc"], rounds=2, warmup=2)
+    assert "error" not in figures["dpkfc_kfc"]
+    assert refreshed_at == [0, 5, 9]  # two steps of warming up, then turns of three steps and one with a refresh
+    refreshed_at.clear()
+    speed.report_memory("mlp", "dpkfc_kfc", steps=2, threads=torch.get_num_threads())
+    assert refreshed_at == [0, 1]
+    assert json.loads(capsys.readouterr().out)["peak_mb"] > 0
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_probes_are_like_a_batch_of_records(name: str) -> None:
+    workload = WORKLOADS[name]
+    drawn = workload.probe.draw(workload.probe.count, torch.Generator().manual_seed(0)).inputs
+    first = drawn["input_ids"] if isinstance(drawn, dict) else drawn
+    record = workload.batch(workload.batch_size)[0]
+    assert isinstance(first, torch.Tensor)
+    assert (first.shape, first.dtype) == (record.shape, record.dtype)
+
+
+def test_growth_has_a_ratio_for_every_size(tmp_path: Path) -> None:
+    file = tmp_path / "growth.json"
+    drawing = ["--plot", str(file.with_suffix(".png"))] if find_spec("matplotlib") else []
+    done = bench("--json", str(file), "--quick", "--threads", "1", *drawing, module="growth")
+    assert done.returncode == 0, done.stderr
+    assert not drawing or file.with_suffix(".png").stat().st_size > 0
+    saved = json.loads(file.read_text())
+    assert set(saved) == {"sweeps", "settings"}
+    assert {name: [int(size) for size in points] for name, points in saved["sweeps"].items()} == {
+        name: list(sizes) for name, sizes in growth.QUICK.items()
+    }
+    for points in saved["sweeps"].values():
+        for arms in points.values():
+            assert list(arms) == ["sgd", "dpkfc", "dpkfc_kfc"]
+            for figures in arms.values():
+                assert figures["ratio"]["seconds"] == pytest.approx(figures["seconds"] / arms["sgd"]["seconds"])
+            assert "refresh_in_steps" in arms["dpkfc_kfc"]
 
 
 def test_settings_describe_the_run(result: dict[str, Any]) -> None:

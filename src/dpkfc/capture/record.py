@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -47,6 +48,25 @@ class Room:
             self._memory = like.new_empty(size)
         self.taken = True
         return self._memory[:size].view(shape)
+
+
+class _Scratch(threading.local):
+    """Memory for factors that are mapped only to take their norms or to form a gradient."""
+
+    def __init__(self) -> None:
+        self.rooms = Room(), Room()
+
+
+_scratch = _Scratch()
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[tuple[Room, Room]]:
+    try:
+        yield _scratch.rooms
+    finally:
+        for room in _scratch.rooms:
+            room.taken = False
 
 
 @dataclass
@@ -161,11 +181,11 @@ def gram(x: Tensor) -> Tensor:
     return out
 
 
-def _gram_norms(left: Tensor, right: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _gram_norms(outer: Outer) -> tuple[Tensor, Tensor, Tensor]:
     """``Σ_{t,s} (left_t · left_s)(right_t · right_s)`` per sample; its terms with t = s; ``‖left‖² ‖right‖²``."""
-    products, of_left = gram(right), gram(left)
-    if last is not None:
-        products.addcmul_(last.unsqueeze(1), last.unsqueeze(2))
+    products, of_left = gram(at_least_float32(outer.right)), gram(at_least_float32(outer.left))
+    if outer.last is not None:
+        products.addcmul_(outer.last.unsqueeze(1), outer.last.unsqueeze(2))
     sizes = [m.diagonal(dim1=1, dim2=2).sum(1) for m in (products, of_left)]
     products.mul_(of_left)
     return products.sum((1, 2)), products.diagonal(dim1=1, dim2=2).sum(1), sizes[0] * sizes[1]
@@ -215,10 +235,10 @@ class Outer:
     transposed: bool = False
     mapped: bool = False
 
-    def map_first(self, metric: Map) -> Outer:
+    def map_first(self, metric: Map, rooms: tuple[Room, Room] | None = None) -> Outer:
         """The same gradients mapped: ``U_G left_t`` and ``U_A right_t``."""
         left, right = at_least_float32(self.left), at_least_float32(self.right)
-        return Outer(*metric.factors(left, right, self.last), self.transposed, mapped=True)
+        return Outer(*metric.factors(left, right, self.last, rooms), self.transposed, mapped=True)
 
     def squared_norms(self, metric: Map) -> Tensor:
         batch, length, p = self.left.shape
@@ -233,13 +253,10 @@ class Outer:
             block = max(1, batch * length * (p + q) // (p * q))
             norms = torch.cat([sum_of_squares(metric.apply(piece.per_sample())) for piece in self._split(block)])
             return with_slack(norms, squared_size(self.left) * self._right_size(), metric.gain)
-        left, right, last = metric.factors(at_least_float32(self.left), at_least_float32(self.right), self.last)
-        norms, parts, products = _gram_norms(left, right, last)
-        norms = without_cancellation(
-            norms,
-            parts,
-            lambda i: _gram_norms(left[i].double(), right[i].double(), None if last is None else last[i].double())[0],
-        )
+        with scratch() as rooms:
+            mapped = self if metric is UNCHANGED else self.map_first(metric, rooms)
+            norms, parts, products = _gram_norms(mapped)
+            norms = without_cancellation(norms, parts, lambda i: _gram_norms(mapped._picked(i).double())[0])
         return with_slack(norms, products, metric.condition)
 
     def _norms_of_one(self, metric: Map) -> Tensor:
@@ -289,9 +306,13 @@ class Outer:
         for begin in range(0, len(self.left), block):
             yield self._picked(slice(begin, begin + block))
 
-    def _picked(self, rows: slice) -> Outer:
+    def _picked(self, rows: slice | Tensor) -> Outer:
         last = None if self.last is None else self.last[rows]
         return Outer(self.left[rows], self.right[rows], last, self.transposed)
+
+    def double(self) -> Outer:
+        last = None if self.last is None else self.last.double()
+        return Outer(self.left.double(), self.right.double(), last, self.transposed)
 
     def masked(self, keep: Tensor) -> Outer:
         last = None if self.last is None else keep_rows(self.last, keep)
@@ -316,9 +337,12 @@ def matrix(left: Tensor, right: Tensor, room: Room, metric: Map, bias: bool, tra
     last = torch.ones(left.shape[:2], dtype=at_least_float32(left).dtype, device=left.device) if bias else None
     outer = Outer(left, right, last, transposed)
     formed = length >= SHORT and p * q <= ROOM * length * (p + q)
-    if sum(metric.work) and (length == 1 or (formed and length < p)):
-        outer = outer.map_first(metric)
-    return Dense(outer.per_sample(room), outer.mapped) if formed else outer
+    if sum(metric.work) and formed and length < p:
+        with scratch() as rooms:
+            return Dense(outer.map_first(metric, rooms).per_sample(room), mapped=True)
+    if sum(metric.work) and length == 1:
+        return outer.map_first(metric)
+    return Dense(outer.per_sample(room)) if formed else outer
 
 
 def join(forms: list[Form], metric: Map = UNCHANGED) -> Form:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dpkfc.capture.linear import conv1d_of_transformers
 from dpkfc.capture.record import add_up
 from dpkfc.errors import PrivacyError
-from dpkfc.geometry.identity import UNCHANGED, Map
+from dpkfc.geometry.identity import UNCHANGED, Map, Rooms
 from dpkfc.geometry.probes.infer import infer_probe
 from dpkfc.geometry.probes.probe import Probe
 from dpkfc.geometry.probes.public import Hybrid
@@ -54,7 +54,9 @@ class Scaled:
     def factored(self) -> bool:
         return isinstance(self.scale, float)
 
-    def factors(self, left: Tensor, right: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def factors(
+        self, left: Tensor, right: Tensor, last: Tensor | None, rooms: Rooms | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         assert isinstance(self.scale, float)
         return left * self.scale, right, last
 

@@ -191,13 +191,13 @@ class Full:
         """Bytes held."""
         return self.matrix.nbytes
 
-    def right(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def right(self, x: Tensor, last: Tensor | None, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """``(x, last) U`` for vectors x [..., groups, n, d]; their last coordinate, if any, is apart."""
         u = self.matrix.to(x.dtype)
         if not self.bias:
-            return _times(x, u), last
+            return _times(x, u, out), last
         assert last is not None
-        out = _times(x, u[:, :-1, :-1])
+        out = _times(x, u[:, :-1, :-1], out)
         out.addcmul_(last.unsqueeze(-1), u[:, None, -1, :-1])
         return out, _times(x, u[:, :-1, -1:]).squeeze(-1) + last * u[:, None, -1, -1]
 
@@ -209,10 +209,11 @@ class Full:
         return {"matrix": self.matrix, "bias": self.bias, "largest": self.largest, "smallest": self.smallest}
 
 
-def _times(x: Tensor, matrices: Tensor) -> Tensor:
+def _times(x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
     """[..., groups, n, d] times [groups, d, e], without copying the matrices for every batch."""
     if len(matrices) == 1:
-        return torch.matmul(x.reshape(-1, x.shape[-1]), matrices[0]).view(*x.shape[:-1], matrices.shape[2])
+        flat = None if out is None else out.view(-1, matrices.shape[2])
+        return torch.mm(x.reshape(-1, x.shape[-1]), matrices[0], out=flat).view(*x.shape[:-1], matrices.shape[2])
     return torch.einsum("...gnd,gde->...gne", x, matrices)
 
 
@@ -266,7 +267,7 @@ class LowRank:
             scaled[end:].flatten().clone(),  # a view would keep all of `scaled`
         )
 
-    def right(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def right(self, x: Tensor, last: Tensor | None, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """``(x, last) U`` for vectors x [..., d], whose last coordinate, if any, is apart: [...]."""
         vectors, bottom, scaled, scaled_bottom = (part.to(x.dtype) for part in self._parts)
         flat = x.reshape(-1, x.shape[-1])
@@ -274,7 +275,8 @@ class LowRank:
         if last is not None and self.bias:
             inside.addr_(last.reshape(-1), bottom)
             last = (last.reshape(-1) * self.base).addmv_(inside, scaled_bottom).view_as(last)
-        return torch.addmm(flat, inside, scaled, beta=self.base).view(x.shape), last
+        flat_out = None if out is None else out.view(flat.shape)
+        return torch.mm(inside, scaled, out=flat_out).add_(flat, alpha=self.base).view(x.shape), last
 
     def left(self, x: Tensor) -> Tensor:
         """``U x`` for columns x [..., d, n]."""

@@ -7,13 +7,16 @@ noises g: for a fixed map P independent of the batch, ``Σ clip(P g_i)`` has sen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from dpkfc.capture.tape import Tape
+
+
+Rooms = tuple[Callable[[tuple[int, ...], Tensor], Tensor], Callable[[tuple[int, ...], Tensor], Tensor]]
 
 
 class Map(Protocol):
@@ -35,10 +38,13 @@ class Map(Protocol):
     def factored(self) -> bool:
         """Does the map act on the factors of a gradient one by one? Otherwise it must be formed first."""
 
-    def factors(self, left: Tensor, right: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def factors(
+        self, left: Tensor, right: Tensor, last: Tensor | None, rooms: Rooms | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Map the factors of the gradient ``Σ_t left_t right_tᵀ`` ([B, T, features] each).
 
-        `last` ([B, T]), if any, is one more coordinate behind `right`, whose column is the bias gradient.
+        `last` ([B, T]), if any, is one more coordinate behind `right`, whose column is the bias gradient. Large results
+        are written into `rooms`, if given: one for the left and one for the right.
         """
 
     def single(self, left: Tensor, right: Tensor, last: Tensor | None) -> Tensor:
@@ -88,7 +94,9 @@ class _Unchanged:
     work = (0, 0)
     factored = True
 
-    def factors(self, left: Tensor, right: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def factors(
+        self, left: Tensor, right: Tensor, last: Tensor | None, rooms: Rooms | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         return left, right, last
 
     def single(self, left: Tensor, right: Tensor, last: Tensor | None) -> Tensor:

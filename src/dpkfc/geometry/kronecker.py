@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from dpkfc.geometry.factors import Root, root_from
+from dpkfc.geometry.identity import Rooms
 
 
 @dataclass
@@ -43,12 +44,14 @@ class Kronecker:
         left, right = (0 if root is None else root.work for root in (self.left_root, self.right_root))
         return left, right
 
-    def factors(self, left: Tensor, right: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def factors(
+        self, left: Tensor, right: Tensor, last: Tensor | None, rooms: Rooms | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """``(U_G left_t, U_A right_t)``: the factors of ``U_G (Σ_t left_t right_tᵀ) U_A``; one group only."""
         if self.right_root is not None:
-            right, last = self.right_root.right(right, last)
+            right, last = self.right_root.right(right, last, rooms and rooms[1](tuple(right.shape), right))
         if self.left_root is not None:
-            left, _ = self.left_root.right(left, None)
+            left, _ = self.left_root.right(left, None, rooms and rooms[0](tuple(left.shape), left))
         return left, right, last
 
     def single(self, left: Tensor, right: Tensor, last: Tensor | None) -> Tensor:
