@@ -136,7 +136,6 @@ def test_work_and_memory_of_full_and_low_rank_roots() -> None:
 
 def test_eigenvalues_that_were_not_computed_give_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = kfc(factors="A", rank=2, chunk=PROBES).describe()
-    monkeypatch.setattr(factors, "SMALL", 4)
     monkeypatch.setattr(factors, "OVERSAMPLE", 1)
     x = torch.randn(64, 24, generator=torch.Generator().manual_seed(2)) * torch.logspace(0, -2, 24)
     model = nn.Sequential(nn.Linear(24, 3))

@@ -113,7 +113,7 @@ class Diagonal:
         stability: float = 0.0,
         power: float = 1.0,
         loss: Loss = "cross_entropy",
-        chunk: int = 256,
+        chunk: int | None = None,
         seed: int = 0,
     ) -> None:
         check_numbers("Diagonal", locals(), whole=("every", "probes", "chunk"), real=("damping", "stability", "power"))

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SMALL = 512  # up to this size a full eigendecomposition costs next to nothing
 OVERSAMPLE, SWEEPS = 16, 3  # of the subspace iteration
 NEGLIGIBLE = 1e-9  # eigenvalues below this share of the largest are zero
 
@@ -65,11 +64,11 @@ class Moment:
     def spectrum(self, count: int, rank: int | None, generator: torch.Generator) -> Spectrum:
         """Eigenvalues and eigenvectors of ``(1/count) Σ x xᵀ``: all of them, or the largest `rank`."""
         if self.rows is not None:
-            return _from_rows(self.rows[0], count, rank)
+            return _from_rows(self.rows[0], count, rank, generator)
         matrix = self.dense(count)
         size = matrix.shape[2]
         trace = matrix.diagonal(dim1=1, dim2=2).sum(1).double()
-        if len(matrix) == 1 and rank is not None and size > SMALL and 4 * (rank + OVERSAMPLE) < size:
+        if len(matrix) == 1 and rank is not None and _few(rank, size):
             values, vectors = _largest(matrix[0], rank, generator)
             return Spectrum(values[None], vectors[None], trace, size)
         values, vectors = torch.linalg.eigh(matrix.double())
@@ -137,8 +136,19 @@ def _symmetric(matrices: Tensor) -> Tensor:
     return (matrices + matrices.transpose(1, 2)) / 2
 
 
-def _from_rows(rows: Tensor, count: int, rank: int | None) -> Spectrum:
+def _few(rank: int, size: int) -> bool:
+    """Is it cheaper to iterate towards the largest eigenvectors than to compute all?"""
+    return 4 * (rank + OVERSAMPLE) < size
+
+
+def _from_rows(rows: Tensor, count: int, rank: int | None, generator: torch.Generator) -> Spectrum:
     """Through the n x n Gram matrix: ``X Xᵀ w = λ w`` gives ``A (Xᵀ w) = λ (Xᵀ w)``, exactly, for n < d vectors."""
+    if rank is not None and _few(rank, len(rows)):
+        values, vectors = _largest(rows @ rows.T / count, rank, generator)
+        columns = rows.T.double() @ vectors
+        columns = columns / columns.norm(dim=0).clamp(min=torch.finfo(columns.dtype).tiny)
+        trace = rows.double().square().sum()[None] / count
+        return Spectrum(values[None], columns[None], trace, rows.shape[1])
     rows = rows.double()
     gram = rows @ rows.T / count
     trace = gram.diagonal().sum()[None]

@@ -99,7 +99,7 @@ class KFC:
             post-processing; with noise that is correlated over time it would break the cancellation.
         loss: of the probes: "cross_entropy", "mse", "bce", "masked_lm", "next_token", or a function
             ``loss(output, probes, generator) -> [batch]``.
-        chunk: probes in one pass.
+        chunk: probes in one pass; a quarter of them if not given, so that a refresh needs less memory than a step.
         seed: of the probes. It need not be secret.
 
     >>> import dpkfc
@@ -118,13 +118,13 @@ class KFC:
         stability: float = 1e-3,
         power: float = 1.0,
         factors: Literal["A", "AG"] = "A",
-        rank: int | None = 64,
+        rank: int | None = 32,
         approx: Literal["expand", "reduce"] = "expand",
         max_factor: int = 8192,
         others: Literal["scalar", "diagonal"] | None = "scalar",
         post: float = 0.0,
         loss: Loss = "cross_entropy",
-        chunk: int = 256,
+        chunk: int | None = None,
         seed: int = 0,
     ) -> None:
         _check_options(locals())

@@ -24,10 +24,13 @@ from dpkfc.geometry.probes.targets import Loss, probe_losses
 
 @dataclass(frozen=True)
 class Probing:
-    """How a network is probed: `count` inputs, in passes of at most `chunk`, each with its own loss."""
+    """How a network is probed: `count` inputs, in passes of at most `chunk` (by default a quarter of them).
+
+    In several passes the probes need less memory than a batch of as many records.
+    """
 
     count: int | None
-    chunk: int
+    chunk: int | None
     loss: Loss
     seed: int
 
@@ -55,7 +58,7 @@ class Probing:
         """The calls (a, δ) of every unit, pass by pass. δ belongs to the *sum* of the losses: it is per sample."""
         reference = next(p for p in model.parameters() if p.is_floating_point())
         probes = to(probe.draw(self.count or probe.count, generator), reference.device, reference.dtype)
-        for part in split(probes, self.chunk):
+        for part in split(probes, self.chunk or -(-len(probes) // 4)):
             with _no_trace(model, generator), tape.aside() as calls, torch.enable_grad():
                 output = call(model, part.inputs)
                 losses = probe_losses(self.loss, output, part, generator, getattr(probe, "classes", None))
