@@ -74,7 +74,7 @@ class Private:
         self.not_private = NotPrivate()
         self.steps = 0  # taken so far
         self.took_step = False  # did the last optimizer.step() end a logical batch?
-        self._geometry, self._noise, self._tape = geometry, noise, tape
+        self.geometry, self._noise, self._tape = geometry, noise, tape
         self._mean_loss, self._check, self._scaler = mean_loss, check, grad_scaler
         self._names = {p: name for name, p in model.named_parameters()}
         self._frozen_norms = frozen_batch_norms(model)
@@ -126,7 +126,7 @@ class Private:
             "key": self._key.hex(),
             "run": self._run,
             "not_private": vars(self.not_private).copy(),
-            "geometry": self._geometry.state_dict(),
+            "geometry": self.geometry.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -153,7 +153,7 @@ class Private:
             key = sub_key(key + os.urandom(32), "after a loss")
         self.steps, self._lost_steps, self._key, self._run = int(state["step"]), lost, key, state["run"]
         self.not_private = NotPrivate(**state["not_private"])
-        self._geometry.load_state_dict(state["geometry"])
+        self.geometry.load_state_dict(state["geometry"])
         self._forget_batch()
 
     def save(self, path: str | os.PathLike[str], **others: Any) -> None:
@@ -195,8 +195,8 @@ class Private:
 
     def _refresh(self) -> None:
         """New maps at the present weights, which are public: results of earlier steps. No record has a part in it."""
-        if self._geometry.due(self.steps):
-            self._geometry.refresh(self.model, self._tape, self.steps)
+        if self.geometry.due(self.steps):
+            self.geometry.refresh(self.model, self._tape, self.steps)
 
     def _rates(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -302,13 +302,13 @@ class Private:
             for name, p in trainable.items()
         }
         self._noise.add_(list(noisy.values()), key, self.plan.noise_scale / self.plan.batch_size)
-        for names, after in self._geometry.after_noise().items():
+        for names, after in self.geometry.after_noise().items():
             noisy.update(zip(names, after.apply([noisy[name] for name in names]), strict=True))
         for name, p in trainable.items():
             p.grad = noisy[name].to(p.dtype)
 
     def _map_of(self, slot: Slot) -> Map:
-        return self._geometry.map_of(tuple(self._names[p] for p in slot))
+        return self.geometry.map_of(tuple(self._names[p] for p in slot))
 
     def _forget_batch(self) -> None:
         self._sums, self._rows, self._chunk, self._rates_at_partial_step = {}, 0, None, None
@@ -356,7 +356,7 @@ def make_private(
         epochs or steps: how long to train. One pass over `private.loader` is the whole of it.
         batch_size: the expected batch size (a DataLoader's own by default).
         clip: the L2 norm C to which every record's gradient is clipped.
-        geometry: the linear map before clipping; `Identity()` is DP-SGD.
+        geometry: the linear map before clipping: `KFC(...)`, `Diagonal(...)`; `Identity()` is DP-SGD.
         noise: `Independent()` Gaussian noise.
         loss_reduction: how the loop's loss combines the records of one forward pass: their "mean" or "sum".
             A loss over tokens must be reduced within each record first (`mean_over_records`).

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dpkfc
+from dpkfc import models
 from dpkfc.capture.tape import Tape
 from dpkfc.capture.units import partition
 from dpkfc.geometry.diagonal import Scaled
@@ -233,3 +234,13 @@ def test_a_probe_of_the_wrong_shape_is_refused_before_anything_is_spent() -> Non
         dpkfc.make_private(model, optimizer, data, geometry=dpkfc.KFC(dpkfc.Tabular(6, classes=4)), **settings)
     nothing_left = train(model, dpkfc.Identity(), steps=1)
     assert nothing_left, "the refused attempts left no hook behind"
+
+
+@pytest.mark.parametrize("build_model", [models.paper_cnn, models.digits_cnn, models.groupnorm_resnet, models.tiny_vit])
+def test_kfc_with_nothing_named_works_for_a_model_that_declares_its_inputs(build_model: Any) -> None:
+    torch.manual_seed(0)
+    model = build_model()
+    geometry = build(model, dpkfc.KFC(probes=4))
+    assert isinstance(geometry.probe, dpkfc.PinkNoise) and geometry.probe.shape == model.input_shape
+    covered = {name for names in geometry._maps for name in names}
+    assert covered == {name for name, _ in model.named_parameters()}

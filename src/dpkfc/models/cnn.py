@@ -6,10 +6,12 @@ from collections import OrderedDict
 
 from torch import nn
 
+from dpkfc.models.declared import taking
+
 
 def paper_cnn() -> nn.Sequential:
     """The paper's four-layer CNN for images [1, 28, 28] and 10 classes; `fc1` reads 32 * 7 * 7 = 1568 features."""
-    return nn.Sequential(
+    network = nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(1, 16, 3, padding=1),
             relu1=nn.ReLU(),
@@ -23,11 +25,12 @@ def paper_cnn() -> nn.Sequential:
             fc2=nn.Linear(128, 10),
         )
     )
+    return taking((1, 28, 28), network)
 
 
 def digits_cnn() -> nn.Sequential:
     """A CNN of some six thousand weights for images [1, 8, 8] and 10 classes; normalised by groups, never by batch."""
-    return nn.Sequential(
+    network = nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(1, 16, 3, padding=1),
             norm1=nn.GroupNorm(4, 16),
@@ -41,3 +44,4 @@ def digits_cnn() -> nn.Sequential:
             fc=nn.Linear(32 * 2 * 2, 10),
         )
     )
+    return taking((1, 8, 8), network)

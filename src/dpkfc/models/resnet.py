@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpkfc.models.declared import taking
+
 GROUPS = 8
 
 
@@ -23,7 +25,8 @@ def groupnorm_resnet(depth: int = 20, classes: int = 10) -> nn.Sequential:
         for _ in range(blocks):
             layers.append(Block(channels, width))
             channels = width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+    network = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+    return taking((3, 32, 32), network)
 
 
 class Block(nn.Module):

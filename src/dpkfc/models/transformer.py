@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpkfc.models.declared import taking
+
 
 def tiny_vit(
     image: int = 32,
@@ -19,13 +21,14 @@ def tiny_vit(
     """A ViT classifier of images [channels, image, image]; by default 64 tokens, 2.7 million weights."""
     if image % patch or width % heads:
         raise ValueError(f"patch={patch} must divide image={image}, and heads={heads} must divide width={width}")
-    return nn.Sequential(
+    network = nn.Sequential(
         PatchEmbedding(channels, width, patch, tokens=(image // patch) ** 2),
         *(Block(width, heads) for _ in range(depth)),
         nn.LayerNorm(width),
         MeanPool(),
         nn.Linear(width, classes),
     )
+    return taking((channels, image, image), network)
 
 
 class PatchEmbedding(nn.Module):
