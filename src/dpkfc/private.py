@@ -83,6 +83,7 @@ class Private:
         self._lost_steps = 0  # charged by a run that did not survive to write them into its checkpoint
         self._ledger_open = False
         self._sums: dict[tuple[Slot, bool], list[Tensor]] = {}  # True: of gradients that are mapped already
+        self._maps: dict[Slot, Map] = {}  # of the batch under way: clipped by a map, released through the same
         self._rows = 0
         self._chunk: Chunk | None = None
         self._rates_at_partial_step: list[float] | None = None
@@ -275,14 +276,14 @@ class Private:
             raise PrivacyError(f"all {self.plan.steps} planned steps are used up; make a new plan to go on")
         if self._ledger is not None:
             self._ledger.charge(self._run, self.charged + 1)
-        sums, key = self._sums, self._key
+        sums, maps, key = self._sums, self._maps, self._key
         self.steps += 1  # charged: from here on it counts, also if what follows fails
         self._key = next_key(key)
         self._forget_batch()
         with exactly(next(self.model.parameters()).device):
-            self._release(sums, sub_key(key, "noise"))
+            self._release(sums, maps, sub_key(key, "noise"))
 
-    def _release(self, sums: dict[tuple[Slot, bool], list[Tensor]], key: bytes) -> None:
+    def _release(self, sums: dict[tuple[Slot, bool], list[Tensor]], maps: dict[Slot, Map], key: bytes) -> None:
         """``.grad = (Σ clip(U g_i) + N(0, σ²C² I)) / E[batch]`` for every trainable parameter, used or not.
 
         The sums hold ``Σ w_i g_i / E[batch]``; the map is linear, so U is applied here, once, to what is not mapped
@@ -293,7 +294,7 @@ class Private:
         totals: dict[nn.Parameter, Tensor] = {}
         while sums:
             (slot, mapped), total = sums.popitem()
-            total = total if mapped else self._map_of(slot).apply(total)
+            total = total if mapped else maps[slot].apply(total)
             for p, part in zip(slot, total, strict=True):
                 totals[p] = totals[p] + part if p in totals else part
         trainable = {name: p for p, name in self._names.items() if p.requires_grad}
@@ -308,10 +309,13 @@ class Private:
             p.grad = noisy[name].to(p.dtype)
 
     def _map_of(self, slot: Slot) -> Map:
-        return self.geometry.map_of(tuple(self._names[p] for p in slot))
+        """The geometry's map at the first use in a logical batch; a refresh from outside waits for the next."""
+        if slot not in self._maps:
+            self._maps[slot] = self.geometry.map_of(tuple(self._names[p] for p in slot))
+        return self._maps[slot]
 
     def _forget_batch(self) -> None:
-        self._sums, self._rows, self._chunk, self._rates_at_partial_step = {}, 0, None, None
+        self._sums, self._maps, self._rows, self._chunk, self._rates_at_partial_step = {}, {}, 0, None, None
         self._tape.drain()
         self._tape.recycle()
 

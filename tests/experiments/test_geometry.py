@@ -14,7 +14,20 @@ import torch
 from torch.utils.data import TensorDataset
 
 from dpkfc.experiments import geometry as experiment
-from dpkfc.experiments.geometry import GRID, SEEDS, Result, Setting, choose, finals, split, summarise, train, tries
+from dpkfc.experiments.geometry import (
+    ARMS,
+    SCALING,
+    SEEDS,
+    Result,
+    Setting,
+    choose,
+    finals,
+    grid,
+    split,
+    summarise,
+    train,
+    tries,
+)
 
 TINY: dict[str, Any] = {"batch_size": 8, "epochs": 0.1, "epsilon": 3.0, "validation": 20}  # one step on 60 records
 SETTING = Setting("mnist", "dp-sgd", 0.1, **TINY)
@@ -60,13 +73,13 @@ def row(setting: Setting, last: float, average: float | None = None) -> experime
 
 
 def test_every_arm_has_the_same_number_of_different_tries() -> None:
-    assert {len(overrides) for overrides in GRID.values()} == {6}
-    settings = [setting for dataset in ("mnist", "fashion-mnist") for setting in tries(dataset, GRID)]
-    assert len({setting.key for setting in settings}) == len(settings) == 2 * 6 * len(GRID)
+    assert {len(choices) for dataset in SCALING for choices in grid(dataset).values()} == {6}
+    settings = [setting for dataset in ("mnist", "fashion-mnist") for setting in tries(dataset, ARMS)]
+    assert len({setting.key for setting in settings}) == len(settings) == 2 * 6 * len(ARMS)
 
 
 def test_arms_differ_only_in_what_their_names_say() -> None:
-    for setting in tries("mnist", GRID):
+    for setting in tries("mnist", ARMS):
         assert (setting.geometry is not None) == setting.arm.startswith("dp-kfc")
         assert bool(setting.label_smoothing) == setting.arm.endswith("smoothing")
         assert (setting.epsilon, setting.delta, setting.epochs, setting.batch_size) == (1.0, 1e-5, 5, 256)
@@ -162,8 +175,8 @@ def test_the_key_covers_every_field() -> None:
 def test_the_command_runs_resumes_and_reports(
     folder: Path, trained: list[Setting], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for arm in ("dp-sgd", "dp-sgd + smoothing"):
-        monkeypatch.setitem(GRID, arm, [{"lr": lr, **TINY} for lr in (1.0, 2.0)])
+    choices = [{"lr": lr, **TINY} for lr in (1.0, 2.0)]
+    monkeypatch.setattr(experiment, "grid", lambda dataset: dict.fromkeys(ARMS, choices))
     out = folder / "runs" / "all.jsonl"
     command = ["--data-dir", str(folder), "--out", str(out), "--arms", "dp-sgd,dp-sgd + smoothing"]
     experiment.main([*command, "--dataset", "mnist", "--stage", "tune"])
@@ -189,7 +202,8 @@ def test_the_command_runs_resumes_and_reports(
 def test_a_kill_between_runs_loses_nothing(
     folder: Path, trained: list[Setting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(GRID, "dp-sgd", [{"lr": lr, **TINY} for lr in (1.0, 2.0, 3.0)])
+    choices = [{"lr": lr, **TINY} for lr in (1.0, 2.0, 3.0)]
+    monkeypatch.setattr(experiment, "grid", lambda dataset: {"dp-sgd": choices})
     out = folder / "results.jsonl"
     command = [
         "--data-dir",
@@ -231,7 +245,10 @@ def test_wrong_use_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert "'adam' is not known: choose from dp-sgd, dp-kfc (paper)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [experiment.PAPER, experiment.BEST], ids=["paper", "best"])
+BEST = grid("mnist")["dp-kfc (best)"][0]["geometry"]
+
+
+@pytest.mark.parametrize("options", [experiment.PAPER, BEST], ids=["paper", "best"])
 def test_kfc_runs_through_the_same_loop(data: experiment.Data, options: dict[str, Any]) -> None:
     result = train(replace(SETTING, geometry={**options, "probes": 16}), data)
     assert result.steps == 1 and 0 < result.epsilon <= SETTING.epsilon
