@@ -189,7 +189,7 @@ class KFC:
         sources = self.probe.sources if isinstance(self.probe, Hybrid) else {self.factors: self.probe}
         calls: list[Call] = []
         for factors, source in sources.items():
-            if factors in self.factors or self.factors in factors or self.others:
+            if factors in self.factors or self.others:
                 for calls in self._probing.passes(model, tape, source, self._probing.generator(step, factors)):
                     for unit, uses in _by_unit(calls).items():
                         if unit in layers:
@@ -242,7 +242,7 @@ class KFC:
                 raise diverged(layer.names[0])
         a = layer.a.spectrum(layer.a_count, self._rank_of(layer.sizes()[0]), generator)
         left, g = None, None
-        if "G" in self.factors:
+        if layer.g_count:
             g = layer.g.spectrum(layer.g_count, self._rank_of(layer.sizes()[1]), generator)
             left = g.root(self.power, *settings, bias=False)
         right = a.root(self.power, *settings, bias=layer.bias)
@@ -260,7 +260,9 @@ class KFC:
         self, maps: dict[Names, Kronecker | Scaled], calls: list[Call], names: dict[nn.Parameter, str], tape: Tape
     ) -> None:
         """Give what has no Kronecker form the mean squared entry that mapped gradients have on the probes."""
-        if self.others is None or self.power == 0 or not calls:
+        covered = {name for key in maps for name in key}
+        rest = {p for p, name in names.items() if p.requires_grad and name not in covered}
+        if self.others is None or self.power == 0 or not rest or not calls:
             return
         forms = {tuple(names[p] for p in slot): form for slot, form in gradients(calls).items()}
         sizes = {name: p.numel() for p, name in names.items()}
