@@ -33,12 +33,13 @@ class Method:
 
 
 def kfc() -> Geometry:
-    return dpkfc.KFC(dpkfc.PinkNoise(shape=(1, 8, 8), classes=10), every=20)
+    return dpkfc.KFC(dpkfc.PinkNoise(shape=(1, 8, 8), classes=10, mean=0.3, std=0.3), every=20)
 
 
+# Each method at the best of five learning rates, by three runs without the last 300 training records, measured on those.
 METHODS = (
-    Method("DP-SGD", dpkfc.Identity, learning_rate=0.5, clip=0.3),
-    Method("DP-KFC", kfc, learning_rate=0.1, clip=1.0),
+    Method("DP-SGD", dpkfc.Identity, learning_rate=0.25, clip=0.3),
+    Method("DP-KFC", kfc, learning_rate=0.05, clip=1.0),
 )
 
 
