@@ -77,7 +77,10 @@ def grid(dataset: str) -> dict[str, list[dict[str, Any]]]:
         "dp-sgd": [{"lr": step / clip, "clip": clip} for clip in (1.0, 0.1) for step in (0.08, 0.04, 0.16)],
         "dp-kfc (paper)": [{"lr": lr, "geometry": PAPER} for lr in rates],
         "dp-kfc (paper at rank 32)": [{"lr": lr, "geometry": PAPER | {"rank": 32}} for lr in rates],
-        "dp-kfc (best)": [{"lr": lr, "geometry": best} for lr in (0.03, 0.02, 0.04, 0.06, 0.08, 0.01)],
+        "dp-kfc (best)": [
+            *({"lr": lr, "geometry": best} for lr in (0.03, 0.02, 0.04, 0.06)),
+            *({"lr": lr, "geometry": best | {"every": 15, "probes": 1024, "rank": 96}} for lr in (0.03, 0.04)),
+        ],
         "dp-sgd + smoothing": [
             {"lr": 0.08, "label_smoothing": 0.1},
             *({"lr": lr, "label_smoothing": 0.3} for lr in (0.12, 0.08, 0.2, 0.05, 0.3)),
