@@ -208,7 +208,7 @@ def contribution(model: nn.Module, one: TensorDataset, geometry: Geometry) -> fl
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
 @pytest.mark.parametrize("kind", GEOMETRIES)
 def test_a_record_that_is_not_finite_after_the_map_contributes_exactly_zero(kind: str, bad: float) -> None:
-    """4. The others are untouched, bit for bit."""
+    """4. The others are untouched."""
     grads = []
     for poison in (False, True):
         model = small_cnn().eval()
@@ -229,7 +229,7 @@ def test_a_record_that_is_not_finite_after_the_map_contributes_exactly_zero(kind
             pytest.skip("this record has a finite gradient: GroupNorm has made it small")
     for clean, poisoned in zip(*grads, strict=True):
         assert torch.isfinite(poisoned).all()
-        torch.testing.assert_close(poisoned, clean, rtol=1e-5, atol=1e-7)
+        assert (poisoned - clean).norm() < 1e-5 * 0.5, "beside the clip, only rounding may differ"
 
 
 class TestAnOracleSaysSo:
