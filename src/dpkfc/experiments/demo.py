@@ -36,7 +36,7 @@ def kfc() -> Geometry:
     return dpkfc.KFC(dpkfc.PinkNoise(shape=(1, 8, 8), classes=10, mean=0.3, std=0.3), every=20)
 
 
-# Each method at the best of five learning rates, by three runs without the last 300 training records, measured on those.
+# Each at the best of five learning rates, by three runs without the last 300 training records, measured on those.
 METHODS = (
     Method("DP-SGD", dpkfc.Identity, learning_rate=0.25, clip=0.3),
     Method("DP-KFC", kfc, learning_rate=0.05, clip=1.0),
