@@ -15,6 +15,7 @@ most utility.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -304,3 +305,9 @@ def root_from(state: dict[str, Any] | None) -> Root | None:
     if state is None:
         return None
     return Full(**state) if "matrix" in state else LowRank(**state)
+
+
+def condition(values: Tensor) -> float:
+    """The ratio of the largest to the smallest of some positive numbers."""
+    low = float(values.min())
+    return float(values.max()) / low if low > 0 else math.inf
