@@ -56,7 +56,14 @@ PAPER: dict[str, Any] = {
 # point; DP-KFC does not mind. Probes about as bright as pixels are, on either scale:
 SCALING: dict[str, Scaling] = {"mnist": "unit", "fashion-mnist": "centred"}
 BRIGHT = {"unit": {"alpha": 2.0, "std": 0.3, "mean": 0.3}, "centred": {"alpha": 2.0, "std": 0.6, "mean": -0.4}}
-ARMS = ("dp-sgd", "dp-kfc (paper)", "dp-kfc (best)", "dp-sgd + smoothing", "dp-kfc (best) + smoothing")
+ARMS = (
+    "dp-sgd",
+    "dp-kfc (paper)",
+    "dp-kfc (paper at rank 32)",
+    "dp-kfc (best)",
+    "dp-sgd + smoothing",
+    "dp-kfc (best) + smoothing",
+)
 
 
 def grid(dataset: str) -> dict[str, list[dict[str, Any]]]:
@@ -64,10 +71,12 @@ def grid(dataset: str) -> dict[str, list[dict[str, Any]]]:
 
     "best" cuts factors at rank 32 and adds a milder map after the noise. lr · clip is the step that the noise takes.
     """
+    rates = (0.04, 0.08, 0.02, 0.06, 0.03, 0.01)
     best = PAPER | {"probe": BRIGHT[SCALING[dataset]], "post": 0.5, "rank": 32}
     return {
         "dp-sgd": [{"lr": step / clip, "clip": clip} for clip in (1.0, 0.1) for step in (0.08, 0.04, 0.16)],
-        "dp-kfc (paper)": [{"lr": lr, "geometry": PAPER} for lr in (0.04, 0.08, 0.02, 0.06, 0.03, 0.01)],
+        "dp-kfc (paper)": [{"lr": lr, "geometry": PAPER} for lr in rates],
+        "dp-kfc (paper at rank 32)": [{"lr": lr, "geometry": PAPER | {"rank": 32}} for lr in rates],
         "dp-kfc (best)": [
             *({"lr": lr, "geometry": best} for lr in (0.03, 0.02, 0.04, 0.06)),
             *({"lr": lr, "geometry": best | {"every": 15, "probes": 1024, "rank": 96}} for lr in (0.03, 0.04)),

@@ -109,7 +109,7 @@ def test_configurations_are_read_with_care() -> None:
 @pytest.mark.parametrize(
     "model",
     [
-        paper_cnn(),
+        nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 2)),
         nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)),
         nn.MultiheadAttention(8, 2),  # its only leaf is its output map, which reads no input
         with_config(num_channels=3),
