@@ -18,6 +18,7 @@ import hashlib
 import math
 import os
 import threading
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -104,19 +105,31 @@ def _sharpen_tail_(u: Tensor, key: bytes, lane: int) -> None:
         u[column] += fraction - 0.5  # the half is added to every u
 
 
+def normal_lanes(key: bytes, count: int) -> Iterator[Tensor]:
+    """The first `count` normals of the stream of `key`, lane by lane, each valid until the next is asked for."""
+    for start in range(0, count, LANE):
+        yield _lane_of_normals(key, start // LANE, min(count - start, LANE))
+
+
+def add_lanes_(tensors: list[Tensor], lanes: Iterable[Tensor], scale: float) -> None:
+    """Add ``scale * lanes``, one long vector, to the tensors, read as one flat vector, in place.
+
+    The lanes must hold exactly as many numbers as the tensors.
+    """
+    flats = iter(tensor.view(-1) for tensor in tensors)
+    flat = torch.empty(0)
+    for lane in lanes:
+        while lane.numel():
+            while not flat.numel():
+                flat = next(flats)
+            take = min(lane.numel(), flat.numel())
+            flat[:take].add_(lane[:take].to(flat.device, flat.dtype), alpha=scale)
+            flat, lane = flat[take:], lane[take:]
+
+
 def add_normal_(tensors: list[Tensor], key: bytes, scale: float) -> None:
     """Add independent ``scale * N(0, 1)`` to every entry, in place.
 
     The tensors are read as one flat vector; entry k receives normal k of the stream of `key`.
     """
-    remaining = sum(tensor.numel() for tensor in tensors)
-    lane, normals = 0, torch.empty(0)
-    for tensor in tensors:
-        flat = tensor.view(-1)
-        while flat.numel():
-            if not normals.numel():
-                normals = _lane_of_normals(key, lane, min(remaining, LANE))
-                lane, remaining = lane + 1, remaining - normals.numel()
-            take = min(normals.numel(), flat.numel())
-            flat[:take].add_(normals[:take].to(flat.device, flat.dtype), alpha=scale)
-            flat, normals = flat[take:], normals[take:]
+    add_lanes_(tensors, normal_lanes(key, sum(tensor.numel() for tensor in tensors)), scale)

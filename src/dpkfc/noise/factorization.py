@@ -1,0 +1,330 @@
+"""Factorizations ``A = B C`` of a workload, in the forms in which their noise can be streamed.
+
+The matrix mechanism releases ``C x + z`` with independent z; multiplied by C⁻¹, that is the stream ``x + C⁻¹ z`` of
+gradients with correlated noise, and ``θ = A (x + C⁻¹ z) = A x + B z``. A form knows C, how to compute C⁻¹ z step by
+step, and what that costs:
+
+==================  =========================================  ===================================
+`Toeplitz`          C has p bands, ``C[i, j] = c_{i-j}``       keeps p-1 past outputs
+`InverseToeplitz`   C⁻¹ has p bands, ``C⁻¹[i, j] = d_{i-j}``   keeps or regenerates p-1 past inputs
+`Buffered`          ``c_k = Σ_i ω_i λ_i^{k-1}``                keeps one buffer a pole λ_i
+`BandedMatrix`      C has p bands, all different               keeps p-1 past outputs
+==================  =========================================  ===================================
+
+Independent noise is the identity, ``Toeplitz((1,))``. "Past" is in units of the model: every buffer has its size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from scipy.linalg import solve_triangular
+from scipy.signal import lfilter
+
+from dpkfc.errors import PrivacyError
+from dpkfc.noise.sensitivity import DENSE, Participation, Sensitivity, of_columns, of_gram, of_toeplitz
+from dpkfc.noise.series import Array, lower_toeplitz, quotient
+from dpkfc.noise.stream import Regenerated, Ring, States, Stream
+from dpkfc.noise.workload import Workload
+
+REGENERATED = 4  # an inverse with at most so many bands is computed anew from old keys, without buffers
+
+
+class Factorization(Protocol):
+    """C, for a run of at most `steps` steps if that is not None."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def bands(self) -> int | None:
+        """p with ``C[i, j] = 0`` for i-j ≥ p; None if C is full."""
+
+    @property
+    def steps(self) -> int | None: ...
+
+    @property
+    def buffers(self) -> int:
+        """Vectors of the size of the model that the stream keeps."""
+
+    @property
+    def monotone(self) -> bool:
+        """Does forgetting the past never raise the sensitivity? (See `stream.Stream.restart`.)"""
+
+    def materialize(self, n: int) -> Array:
+        """C as an n x n matrix."""
+
+    def column_norm(self, n: int) -> float:
+        """The largest norm of a column of C: the sensitivity to one participation."""
+
+    def sensitivity(self, n: int, participation: Participation) -> Sensitivity:
+        """The sensitivity of the first n steps."""
+
+    def error(self, workload: Workload, n: int) -> float:
+        """``‖A C⁻¹‖_F / √n``: the root mean square over steps and coordinates of the noise in θ, for z = N(0, I)."""
+
+    def stream(self, size: int) -> Stream:
+        """The stream C⁻¹ z for a model of `size` numbers."""
+
+
+@dataclass(frozen=True)
+class Toeplitz:
+    """``C[i, j] = c_{i-j}``, banded. Normalised, every column is scaled up to the norm of the first.
+
+    Only the last p-1 columns, cut by the end of the run, are shorter: ``C' = C S⁻¹`` with
+    ``S_t = ‖C[:, t]‖ / ‖c‖``, and the stream is ``S C⁻¹ z``: a little less noise in the last p-1 steps, at
+    the same sensitivity as long as bands do not overlap.
+    """
+
+    name: str
+    c: tuple[float, ...]
+    normalised_for: int | None = None  # steps
+
+    @property
+    def bands(self) -> int:
+        return len(self.c)
+
+    @property
+    def steps(self) -> int | None:
+        return self.normalised_for
+
+    @property
+    def buffers(self) -> int:
+        return len(self.c) - 1
+
+    @property
+    def monotone(self) -> bool:
+        return min(self.c) >= 0
+
+    @cached_property
+    def _sums(self) -> Array:
+        return np.cumsum(np.square(self.c))
+
+    def scale(self, t: int) -> float:
+        """S_t."""
+        if self.normalised_for is None or t + self.bands <= self.normalised_for:
+            return 1.0
+        return float(np.sqrt(self._sums[self.normalised_for - t - 1] / self._sums[-1]))
+
+    def materialize(self, n: int) -> Array:
+        scales = np.array([self.scale(t) for t in range(n)])
+        return np.asarray(lower_toeplitz(np.array(self.c), n) / scales)
+
+    def column_norm(self, n: int) -> float:
+        return float(np.sqrt(self._sums[-1 if self.normalised_for else min(n, self.bands) - 1]))
+
+    def sensitivity(self, n: int, participation: Participation) -> Sensitivity:
+        _within(self.steps, n)
+        if self.normalised_for is not None:
+            norms = np.full(n, self.column_norm(n))
+            exact = of_columns(norms, self.bands, participation)
+            return exact if exact is not None else of_gram(self.materialize(n), participation)
+        norms = np.sqrt(self._sums[np.minimum(np.arange(n, 0, -1), self.bands) - 1])
+        exact = of_columns(norms, self.bands, participation)
+        return exact if exact is not None else _of_toeplitz(quotient(self.c, [1.0], n), participation)
+
+    def error(self, workload: Workload, n: int) -> float:
+        _within(self.steps, n)
+        if workload.matrix is not None:
+            scales = np.array([self.scale(t) for t in range(n)])
+            return _rms(_from_the_right([1.0], self.c, workload.materialize(n) * scales))
+        a = workload.coefficients(n)
+        first = n if self.normalised_for is None else max(0, n - self.bands + 1)  # rows with nothing scaled down
+        squares = _toeplitz_squares(lfilter([1.0], self.c, a)[:first])
+        if first < n:
+            rows = np.array([np.concatenate([a[: t + 1][::-1], np.zeros(n - t - 1)]) for t in range(first, n)])
+            rows[:, first:] *= [self.scale(t) for t in range(first, n)]
+            squares += float(np.square(_from_the_right([1.0], self.c, rows)).sum())
+        return float((squares / n) ** 0.5)
+
+    def stream(self, size: int) -> Stream:
+        lags = np.array(self.c[1:]) / -self.c[0]
+        return Ring(size, self.buffers, lambda t: (1 / self.c[0], lags), self.scale, keeps="outputs")
+
+
+@dataclass(frozen=True)
+class InverseToeplitz:
+    """``C⁻¹[i, j] = d_{i-j}``, banded; C itself is full."""
+
+    name: str
+    d: tuple[float, ...]
+    bands = None
+    steps = None
+
+    @property
+    def buffers(self) -> int:
+        return 0 if len(self.d) <= REGENERATED else len(self.d) - 1
+
+    @property
+    def monotone(self) -> bool:
+        return max(self.d[1:], default=0.0) <= 0  # then c = 1/d is non-negative
+
+    def coefficients(self, n: int) -> Array:
+        return quotient([1.0], self.d, n)
+
+    def materialize(self, n: int) -> Array:
+        return lower_toeplitz(self.coefficients(n), n)
+
+    def column_norm(self, n: int) -> float:
+        return float(np.linalg.norm(self.coefficients(n)))
+
+    def sensitivity(self, n: int, participation: Participation) -> Sensitivity:
+        return _of_toeplitz(self.coefficients(n), participation)
+
+    def error(self, workload: Workload, n: int) -> float:
+        if workload.matrix is not None:
+            return _rms(_from_the_right(self.d, [1.0], workload.materialize(n)))
+        return _toeplitz_rms(lfilter(self.d, [1.0], workload.coefficients(n)))
+
+    def stream(self, size: int) -> Stream:
+        if len(self.d) <= REGENERATED:
+            return Regenerated(size, np.array(self.d))
+        lags = np.array(self.d[1:])
+        return Ring(size, self.buffers, lambda t: (self.d[0], lags), lambda t: 1.0, keeps="inputs")
+
+
+@dataclass(frozen=True)
+class Buffered:
+    """A buffered linear Toeplitz matrix: ``c_0 = 1``, ``c_k = Σ_i ω_i λ_i^{k-1}``.
+
+    ``C(z) = 1 + Σ_i ω_i z / (1 - λ_i z) = P(z) / Q(z)``, and the stream needs one buffer for every pole.
+    """
+
+    name: str
+    weights: tuple[float, ...]  # ω
+    poles: tuple[float, ...]  # λ
+    bands = None
+    steps = None
+
+    @property
+    def buffers(self) -> int:
+        return len(self.poles)
+
+    @property
+    def monotone(self) -> bool:
+        return min(*self.weights, *self.poles) >= 0
+
+    @cached_property
+    def fraction(self) -> tuple[Array, Array]:
+        """P and Q."""
+        q = np.ones(1)
+        for pole in self.poles:
+            q = np.convolve(q, [1.0, -pole])
+        p = q.copy()
+        for i, weight in enumerate(self.weights):
+            rest = np.ones(1)
+            for j, pole in enumerate(self.poles):
+                rest = np.convolve(rest, [1.0, -pole]) if i != j else rest
+            p[1:] += weight * rest
+        return p, q
+
+    def coefficients(self, n: int) -> Array:
+        return quotient(*self.fraction, n)
+
+    def materialize(self, n: int) -> Array:
+        return lower_toeplitz(self.coefficients(n), n)
+
+    def column_norm(self, n: int) -> float:
+        return float(np.linalg.norm(self.coefficients(n)))
+
+    def sensitivity(self, n: int, participation: Participation) -> Sensitivity:
+        return _of_toeplitz(self.coefficients(n), participation)
+
+    def error(self, workload: Workload, n: int) -> float:
+        p, q = self.fraction
+        if workload.matrix is not None:
+            return _rms(_from_the_right(q, p, workload.materialize(n)))
+        return _toeplitz_rms(lfilter(q, p, workload.coefficients(n)))
+
+    def stream(self, size: int) -> Stream:
+        return States(size, np.array(self.weights), np.array(self.poles))
+
+
+@dataclass(frozen=True, eq=False)
+class BandedMatrix:
+    """Any banded C: ``diagonals[j, t] = C[t + j, t]``, p x n."""
+
+    name: str
+    diagonals: Array
+
+    @property
+    def bands(self) -> int:
+        return len(self.diagonals)
+
+    @property
+    def steps(self) -> int:
+        return int(self.diagonals.shape[1])
+
+    @property
+    def buffers(self) -> int:
+        return self.bands - 1
+
+    @property
+    def monotone(self) -> bool:
+        return bool((self.diagonals >= 0).all())
+
+    def materialize(self, n: int) -> Array:
+        _within(self.steps, n)
+        matrix = np.zeros((n, n))
+        for j in range(min(self.bands, n)):
+            matrix[np.arange(j, n), np.arange(n - j)] = self.diagonals[j, : n - j]
+        return matrix
+
+    def column_norm(self, n: int) -> float:
+        return float(np.linalg.norm(self.materialize(n), axis=0).max())
+
+    def sensitivity(self, n: int, participation: Participation) -> Sensitivity:
+        matrix = self.materialize(n)
+        exact = of_columns(np.linalg.norm(matrix, axis=0), self.bands, participation)
+        return exact if exact is not None else of_gram(matrix, participation)
+
+    def error(self, workload: Workload, n: int) -> float:
+        c, a = self.materialize(n), workload.materialize(n)
+        return _rms(solve_triangular(c, a.T, lower=True, trans="T"))
+
+    def stream(self, size: int) -> Stream:
+        def row(t: int) -> tuple[float, Array]:
+            lags = np.zeros(self.bands - 1)
+            for j in range(1, min(self.bands, t + 1)):
+                lags[j - 1] = -self.diagonals[j, t - j] / self.diagonals[0, t]
+            return 1 / float(self.diagonals[0, t]), lags
+
+        return Ring(size, self.buffers, row, lambda t: 1.0, keeps="outputs")
+
+
+IDENTITY = Toeplitz("independent Gaussian", (1.0,))
+
+
+def _of_toeplitz(c: Array, participation: Participation) -> Sensitivity:
+    found = of_toeplitz(c, participation)
+    if found.exact or len(c) > DENSE:
+        return found
+    tighter = of_gram(lower_toeplitz(c, len(c)), participation)
+    return min(found, tighter, key=lambda s: s.value)
+
+
+def _toeplitz_squares(b: Array) -> float:
+    """The squared Frobenius norm of the n x n Toeplitz matrix of b: ``Σ_j (n - j) b_j²``."""
+    return float(np.arange(len(b), 0, -1) @ np.square(b))
+
+
+def _toeplitz_rms(b: Array) -> float:
+    return float((_toeplitz_squares(b) / len(b)) ** 0.5)
+
+
+def _from_the_right(numerator: object, denominator: object, rows: Array) -> Array:
+    """``rows · T`` for the Toeplitz matrix T of numerator / denominator: Tᵀ is T read backwards."""
+    return np.asarray(lfilter(numerator, denominator, rows[:, ::-1], axis=1))
+
+
+def _rms(matrix: Array) -> float:
+    """``‖M‖_F / √n``."""
+    return float(np.linalg.norm(matrix) / len(matrix) ** 0.5)
+
+
+def _within(steps: int | None, n: int) -> None:
+    if steps is not None and n > steps:
+        raise PrivacyError(f"the factorization was made for {steps} steps, not for {n}")

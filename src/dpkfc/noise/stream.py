@@ -1,0 +1,172 @@
+"""The stream ``w = C⁻¹ z``, step by step, added to the sums in place.
+
+z_t is the standard normal vector of the step's key, w_t a combination of it and of the past. Everything goes by
+lanes of the generator, small enough to stay in the processor's cache, so that the past is read from memory once.
+
+Coefficients are float64, buffers float32. Rounding does not add up: whatever w_t is in the end, ``C w`` is z but for
+the rounding of each single step, and it is C w that the privacy argument is about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from dpkfc.errors import PrivacyError
+from dpkfc.noise.rng import add_lanes_, normal_lanes
+from dpkfc.noise.series import Array
+
+
+class Stream(Protocol):
+    """The noise of a run."""
+
+    def add_(self, sums: list[Tensor], key: bytes, scale: float, step: int) -> None:
+        """Add ``scale · w_step`` to the sums, read as one flat vector. Steps may be left out, never repeated."""
+
+    def restart(self) -> None:
+        """Forget the past, because some of it was lost.
+
+        From step r on the matrix is then C without the rows from r on of the columns before r. If C ≥ 0,
+        or if its bands reach no further than the next participation, each inner product
+        of columns gets smaller or stays, and so does the sensitivity: private as before, with somewhat more noise.
+        """
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Ring:
+    """``w_t = lead z_t + Σ_{j≥1} lags_j past_{t-j}``: banded C keeps outputs w, banded C⁻¹ inputs z.
+
+    Past step s is in row s mod K of the buffer, so that nothing is moved.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        buffers: int,
+        row: Callable[[int], tuple[float, Array]],
+        gain: Callable[[int], float],
+        keeps: Literal["outputs", "inputs"],
+    ) -> None:
+        self._past = torch.zeros(buffers, size)
+        self._row, self._gain, self._keeps = row, gain, keeps
+        self._next = 0
+
+    def add_(self, sums: list[Tensor], key: bytes, scale: float, step: int) -> None:
+        if step > self._next:
+            self.restart()
+        self._next = _after(step, self._next)
+        lead, lags = self._row(step)
+        add_lanes_(sums, self._lanes(key, step, lead, lags), scale * self._gain(step))
+
+    def _lanes(self, key: bytes, step: int, lead: float, lags: Array) -> Iterator[Tensor]:
+        rows, size = self._past.shape
+        weights = torch.zeros(rows)
+        for j, lag in enumerate(lags, start=1):
+            weights[(step - j) % rows] = float(lag)
+        start = 0
+        for z in normal_lanes(key, size):
+            past = self._past[:, start : start + len(z)]
+            w = z if not rows else torch.addmv(z, past.T, weights, beta=lead)
+            if rows:
+                past[step % rows] = w if self._keeps == "outputs" else z
+            elif lead != 1:
+                w = z * lead
+            yield w
+            start += len(z)
+
+    def restart(self) -> None:
+        self._past.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"past": self._past, "next": self._next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._past.copy_(_same_shape(state["past"], self._past))
+        self._next = int(state["next"])
+
+
+class Regenerated:
+    """``w_t = Σ_j d_j z_{t-j}`` with the past z computed anew from the last p-1 keys: no buffers.
+
+    The keys of past noise are kept (and go into checkpoints) where the ring keeps past noise itself.
+    """
+
+    def __init__(self, size: int, d: Array) -> None:
+        self._size, self._d = size, d
+        self._keys: list[bytes] = []  # of the last steps, newest first
+        self._next = 0
+
+    def add_(self, sums: list[Tensor], key: bytes, scale: float, step: int) -> None:
+        if step > self._next:
+            self.restart()
+        self._next = _after(step, self._next)
+        self._keys = [key, *self._keys][: len(self._d)]
+        for coefficient, old in zip(self._d, self._keys, strict=False):
+            add_lanes_(sums, normal_lanes(old, self._size), scale * float(coefficient))
+        self._keys = self._keys[: len(self._d) - 1]
+
+    def restart(self) -> None:
+        self._keys = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"keys": [key.hex() for key in self._keys], "next": self._next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._keys = [bytes.fromhex(key) for key in state["keys"]]
+        self._next = int(state["next"])
+
+
+class States:
+    """``w_t = z_t - Σ_i ω_i s_i`` and then ``s_i ← λ_i s_i + w_t``: one buffer a pole."""
+
+    def __init__(self, size: int, weights: Array, poles: Array) -> None:
+        self._past = torch.zeros(len(poles), size)
+        self._weights = torch.from_numpy(weights).float()
+        self._poles = torch.from_numpy(poles).float()[:, None]
+        self._next = 0
+
+    def add_(self, sums: list[Tensor], key: bytes, scale: float, step: int) -> None:
+        if step > self._next:
+            self.restart()
+        self._next = _after(step, self._next)
+        add_lanes_(sums, self._lanes(key), scale)
+
+    def _lanes(self, key: bytes) -> Iterator[Tensor]:
+        start = 0
+        for z in normal_lanes(key, self._past.shape[1]):
+            past = self._past[:, start : start + len(z)]
+            w = torch.addmv(z, past.T, self._weights, alpha=-1)
+            past.mul_(self._poles).add_(w)
+            yield w
+            start += len(z)
+
+    def restart(self) -> None:
+        self._past.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"past": self._past, "next": self._next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._past.copy_(_same_shape(state["past"], self._past))
+        self._next = int(state["next"])
+
+
+def _after(step: int, expected: int) -> int:
+    if step < expected:
+        raise PrivacyError(f"noise of step {step} was asked for again: it would be used twice")
+    return step + 1
+
+
+def _same_shape(given: Tensor, own: Tensor) -> Tensor:
+    if given.shape != own.shape:
+        raise PrivacyError(
+            f"the checkpoint holds noise buffers of shape {tuple(given.shape)}, the run needs {tuple(own.shape)}: the "
+            "set of trainable parameters or the noise has changed"
+        )
+    return given
