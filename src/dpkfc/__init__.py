@@ -17,19 +17,36 @@ from dpkfc.geometry.probes.public import Hybrid, Oracle, PublicData
 from dpkfc.geometry.probes.tabular import Tabular
 from dpkfc.geometry.probes.tokens import Tokens
 from dpkfc.losses import mean_over_records
+from dpkfc.noise.choose import Auto
 from dpkfc.noise.independent import Independent
+from dpkfc.noise.toeplitz import (
+    BandedSquareRoot,
+    BandedToeplitz,
+    BufferedToeplitz,
+    InverseSquareRoot,
+    LambdaCGD,
+    OutputPerturbation,
+)
+from dpkfc.noise.workload import Workload
 from dpkfc.plan import Plan
 from dpkfc.private import Private, make_private
 
 __version__ = "0.1.0"
 __all__ = [
     "KFC",
+    "Auto",
+    "BandedSquareRoot",
+    "BandedToeplitz",
+    "BufferedToeplitz",
     "Diagonal",
     "Hybrid",
     "Identity",
     "Independent",
+    "InverseSquareRoot",
+    "LambdaCGD",
     "Ledger",
     "Oracle",
+    "OutputPerturbation",
     "PinkNoise",
     "Plan",
     "PrivacyError",
@@ -37,6 +54,7 @@ __all__ = [
     "PublicData",
     "Tabular",
     "Tokens",
+    "Workload",
     "fix",
     "make_private",
     "mean_over_records",

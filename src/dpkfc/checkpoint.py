@@ -26,7 +26,7 @@ from dpkfc.errors import PrivacyError
 if TYPE_CHECKING:
     from dpkfc.private import Private
 
-FORMAT = 2
+FORMAT = 3
 
 
 def save(path: str | os.PathLike[str], private: Private, others: dict[str, Any]) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
 
 import dp_accounting as dp
 from rich.console import Console
@@ -20,16 +21,27 @@ from dpkfc.accounting.calibrate import Accountant, calibrate_noise, epsilon_spen
 from dpkfc.accounting.events import Mechanism
 from dpkfc.clipping import MARGIN
 from dpkfc.errors import PrivacyError
+from dpkfc.noise.factorization import IDENTITY, Factorization
+from dpkfc.noise.sensitivity import Participation
+
+Sampling = Literal["poisson", "cyclic-poisson", "min-separated"]
+NAMES: dict[Sampling, str] = {
+    "poisson": "Poisson",
+    "cyclic-poisson": "cyclic Poisson",
+    "min-separated": "groups in turn (b-min-separated)",
+}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`steps` steps of Poisson-sampled, clipped, noised gradient sums over `records` records.
+    """`steps` steps of sampled, clipped, noised gradient sums over `records` records.
 
     The guarantee: the sequence of all noisy sums, and so every model computed from them, is
     (`epsilon()`, `delta`)-differentially private under adding or removing one record. Each step draws
     every record with probability `batch_size / records`, clips its (mapped) gradient to norm `clip`,
-    adds N(0, (`noise_multiplier` · `clip`)² I) to the sum and divides by the expected batch size.
+    adds noise to the sum and divides by the expected batch size. The noise of all steps is ``C⁻¹ z`` with
+    z ~ N(0, (`noise_multiplier` · `clip` · `noise_sensitivity`)² I); C is the identity for independent noise. How
+    `sampling`, C and the accounting belong together is in `accounting.events.Mechanism`.
 
     >>> plan = Plan.make(records=60_000, batch_size=256, epochs=5, clip=1.0, epsilon=1.0, delta=1e-5)
     >>> round(plan.noise_multiplier, 3), plan.steps
@@ -46,8 +58,11 @@ class Plan:
     accountant: Accountant = "pld"
     geometry: str = "identity (DP-SGD)"
     public_geometry: bool = True
-    noise: str = "independent Gaussian"
-    sampling: str = "Poisson"
+    noise: str = IDENTITY.name
+    sampling: Sampling = "poisson"
+    groups: int = 1  # that take turns; a record is in one of them
+    noise_sensitivity: float = 1.0
+    growth: tuple[float, ...] = ()  # of the sensitivity over the rounds, where it is not amplified by sampling
     neighbouring: str = "add or remove one record"
 
     @staticmethod
@@ -64,18 +79,22 @@ class Plan:
         accountant: Accountant = "pld",
         geometry: str = "identity (DP-SGD)",
         public_geometry: bool = True,
-        noise: str = "independent Gaussian",
+        noise: Factorization = IDENTITY,
+        sampling: Sampling | None = None,
     ) -> Plan:
         """Check the wishes and calibrate the noise. Give `epsilon` or `noise_multiplier`; `epochs` or `steps`."""
-        _check_counts(records, batch_size, clip)
-        batch_size = int(batch_size)
-        steps = _steps(records, batch_size, epochs, steps)
+        check_clip(clip)
+        batch_size, steps = batches(records, batch_size, epochs, steps)
         delta = _check_delta(delta, records)
         if (epsilon is None) == (noise_multiplier is None):
             raise PrivacyError("give exactly one of epsilon (the noise is calibrated) and noise_multiplier")
-        rate = batch_size / records
+        sampling = sampling or _preferred(noise, records // batch_size)
+        groups, sensitivity, growth = _turns(noise, sampling, records, batch_size, steps)
+        rate = 1.0 if growth else groups * batch_size / records
         if epsilon is not None:
-            noise_multiplier = calibrate_noise(lambda s: Mechanism(rate, s, steps), epsilon, delta, accountant)
+            noise_multiplier = _calibrated(
+                Mechanism(rate, 1.0, steps, True, groups, growth), epsilon, delta, accountant
+            )
         assert noise_multiplier is not None
         if not (noise_multiplier >= 0 and math.isfinite(noise_multiplier)):
             raise PrivacyError(f"noise_multiplier={noise_multiplier}: must be a finite number, 0 or larger")
@@ -90,16 +109,27 @@ class Plan:
             accountant,
             geometry,
             public_geometry,
-            noise,
+            noise.name,
+            sampling,
+            groups,
+            sensitivity,
+            growth,
         )
 
     @property
     def sampling_rate(self) -> float:
+        """The part of all records that a step is expected to draw."""
         return self.batch_size / self.records
 
     @property
+    def rate_in_turn(self) -> float:
+        """The probability with which a record joins a step that is its group's turn."""
+        return self.groups * self.batch_size / self.records
+
+    @property
     def mechanism(self) -> Mechanism:
-        return Mechanism(self.sampling_rate, self.noise_multiplier, self.steps, self.public_geometry)
+        rate = 1.0 if self.growth else self.rate_in_turn
+        return Mechanism(rate, self.noise_multiplier, self.steps, self.public_geometry, self.groups, self.growth)
 
     @property
     def event(self) -> dp.DpEvent:
@@ -108,11 +138,11 @@ class Plan:
 
     @property
     def noise_scale(self) -> float:
-        """Standard deviation of the noise on every coordinate of the sum.
+        """Standard deviation of z on every coordinate; for independent noise, of the noise on the sum.
 
-        A computed norm may be wrong by rounding, so the noise is made for a sensitivity of C (1 + MARGIN).
+        A computed norm may be wrong by rounding, so the noise is made for vectors of norm C (1 + MARGIN).
         """
-        return self.noise_multiplier * self.clip * (1 + MARGIN)
+        return self.noise_multiplier * self.clip * self.noise_sensitivity * (1 + MARGIN)
 
     def epsilon(self, steps: int | None = None, delta: float | None = None) -> float:
         """The privacy loss after `steps` steps (all by default). Asking changes nothing."""
@@ -120,7 +150,7 @@ class Plan:
         return epsilon_spent([mechanism], self.delta if delta is None else delta, self.accountant)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "growth": list(self.growth)}
 
     def __rich__(self) -> Table:
         table = Table(title="Privacy plan", title_justify="left", show_header=False, pad_edge=False)
@@ -153,37 +183,102 @@ class Plan:
                 }[self.accountant],
             ),
             ("records", f"{self.records} (this number is treated as public)"),
-            (
-                "sampling",
-                f"{self.sampling}: each record joins a step with probability {self.sampling_rate:.4g}, "
-                f"{self.batch_size} expected",
-            ),
+            ("sampling", self._sampling_in_words()),
             ("steps", f"{self.steps} ({self.steps * self.sampling_rate:.3g} expected passes over the data)"),
             ("geometry", self.geometry),
             (
                 "clipping",
                 f"each record's mapped gradient to L2 norm {self.clip:g}, over all trainable parameters at once",
             ),
-            ("noise", f"{self.noise}, standard deviation {self.noise_multiplier:.4g} x {self.clip:g} on the sum"),
+            ("noise", self._noise_in_words()),
             (
                 "not covered",
                 "choices made by looking at the private data: hyperparameters, when to stop, data cleaning",
             ),
         ]
 
+    def _sampling_in_words(self) -> str:
+        if self.groups == 1:
+            return f"Poisson: each record joins a step with probability {self.sampling_rate:.4g}, {self._expected()}"
+        return (
+            f"{NAMES[self.sampling]}: {self.groups} random groups take turns, a record joins a step of its group with "
+            f"probability {self.rate_in_turn:.4g}, {self._expected()}"
+            + ("; not counted in its favour" if self.growth else "")
+        )
 
-def _check_counts(records: int, batch_size: int, clip: float) -> None:
+    def _expected(self) -> str:
+        return f"{self.batch_size} expected"
+
+    def _noise_in_words(self) -> str:
+        scale = f"{self.noise_multiplier:.4g} x {self.clip:g}"
+        if self.noise == IDENTITY.name:
+            return f"{self.noise}, standard deviation {scale} on the sum"
+        return (
+            f"{self.noise}, standard deviation {scale} x {self.noise_sensitivity:.4g} (its sensitivity) before mixing"
+        )
+
+
+@cache
+def _calibrated(mechanism: Mechanism, epsilon: float, delta: float, accountant: Accountant) -> float:
+    return calibrate_noise(lambda sigma: replace(mechanism, noise_multiplier=sigma), epsilon, delta, accountant)
+
+
+def _preferred(noise: Factorization, turns: int) -> Sampling:
+    """The sampling with the best accounting for this noise, if groups take `turns` turns at most."""
+    if noise.bands == 1:
+        return "poisson"
+    return "cyclic-poisson" if noise.bands is not None and noise.bands <= turns else "min-separated"
+
+
+def _turns(
+    noise: Factorization, sampling: Sampling, records: int, batch_size: int, steps: int
+) -> tuple[int, float, tuple[float, ...]]:
+    """The number of groups, the sensitivity that the noise is scaled by, and its growth over the rounds.
+
+    Only combinations with a sound accountant get through.
+    """
+    turns = records // batch_size
+    if sampling not in NAMES:
+        raise PrivacyError(f"sampling={sampling!r}: choose one of {', '.join(map(repr, NAMES))}")
+    if sampling == "poisson":
+        if noise.bands != 1:
+            raise PrivacyError(
+                f"sampling='poisson' with correlated noise ({noise.name}): the noise of one step reaches into "
+                "others in which the same record may be drawn again, and there is no accountant for that. Use "
+                "sampling='cyclic-poisson' for banded noise, or 'min-separated' for any"
+            )
+        return 1, noise.column_norm(steps), ()
+    if sampling == "cyclic-poisson":
+        if noise.bands is None:
+            raise PrivacyError(
+                f"sampling='cyclic-poisson' with {noise.name}: its matrix is not banded, so the noise of one step "
+                "reaches all later ones, and there is no accountant for that. Use sampling='min-separated', or "
+                "banded noise such as BandedToeplitz"
+            )
+        if noise.bands > turns:
+            raise PrivacyError(
+                f"{noise.name} with sampling='cyclic-poisson' need at least as many turns of {batch_size} records as "
+                f"there are bands, but {records} records give {turns}. Use at most {turns} bands, or smaller batches"
+            )
+        return noise.bands, noise.column_norm(steps), ()
+    rounds = -(-steps // turns)
+    each = [noise.sensitivity(min(r * turns, steps), Participation(turns, r)).value for r in range(1, rounds + 1)]
+    return turns, each[-1], tuple(min(s / each[-1], 1.0) for s in each)
+
+
+def check_clip(clip: float) -> None:
+    if not (isinstance(clip, Real) and clip > 0 and math.isfinite(clip)):
+        raise PrivacyError(f"clip={clip!r}: must be a positive, finite number, since it bounds what one record can do")
+
+
+def batches(records: int, batch_size: int, epochs: float | None, steps: int | None) -> tuple[int, int]:
+    """The expected batch size and the number of steps; give one of `epochs` and `steps`."""
     if records < 1:
         raise PrivacyError(f"the data set has {records} records; there is nothing to train on")
     if not isinstance(batch_size, Integral) or batch_size < 1:
         raise PrivacyError(f"batch_size={batch_size!r}: must be a positive whole number (the expected batch size)")
     if batch_size > records:
         raise PrivacyError(f"batch_size={batch_size} exceeds the {records} records: the sampling rate would be above 1")
-    if not (isinstance(clip, Real) and clip > 0 and math.isfinite(clip)):
-        raise PrivacyError(f"clip={clip!r}: must be a positive, finite number, since it bounds what one record can do")
-
-
-def _steps(records: int, batch_size: int, epochs: float | None, steps: int | None) -> int:
     if (epochs is None) == (steps is None):
         raise PrivacyError("give exactly one of epochs and steps")
     if steps is None:
@@ -193,7 +288,7 @@ def _steps(records: int, batch_size: int, epochs: float | None, steps: int | Non
         steps = math.ceil(epochs * records / batch_size)
     if not isinstance(steps, Integral) or steps < 1:
         raise PrivacyError(f"steps={steps!r}: must be a positive whole number")
-    return int(steps)
+    return int(batch_size), int(steps)
 
 
 def _check_delta(delta: float | None, records: int) -> float:

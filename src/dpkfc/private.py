@@ -36,10 +36,11 @@ from dpkfc.check import (
 from dpkfc.clipping import clip_weights
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.identity import Geometry, Identity, Map
-from dpkfc.noise.independent import Independent
+from dpkfc.noise.choose import Auto, Noise, choose
+from dpkfc.noise.factorization import Factorization
 from dpkfc.noise.rng import first_key, next_key, sub_key
-from dpkfc.plan import Plan
-from dpkfc.sampling import Chunk, PrivateLoader, read_dataset
+from dpkfc.plan import Plan, Sampling, batches
+from dpkfc.sampling import Chunk, CyclicPoisson, PrivateLoader, read_dataset
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Private:
         optimizer: Optimizer,
         plan: Plan,
         geometry: Geometry,
-        noise: Independent,
+        noise: Factorization,
         tape: Tape,
         *,
         mean_loss: bool,
@@ -74,11 +75,14 @@ class Private:
         self.not_private = NotPrivate()
         self.steps = 0  # taken so far
         self.took_step = False  # did the last optimizer.step() end a logical batch?
-        self.geometry, self._noise, self._tape = geometry, noise, tape
+        self.geometry, self.factorization, self._tape = geometry, noise, tape
         self._mean_loss, self._check, self._scaler = mean_loss, check, grad_scaler
         self._names = {p: name for name, p in model.named_parameters()}
         self._frozen_norms = frozen_batch_norms(model)
+        self._layout = self._trainable()
+        self._noise = noise.stream(sum(p.numel() for p in self._layout.values()))
         self._key = first_key(seed)
+        self._group_key = sub_key(self._key, "groups")  # for the whole run: a record must not change its group
         self._ledger, self._run = ledger, uuid.uuid4().hex
         self._lost_steps = 0  # charged by a run that did not survive to write them into its checkpoint
         self._ledger_open = False
@@ -125,9 +129,11 @@ class Private:
             "step": self.steps,
             "lost_steps": self._lost_steps,
             "key": self._key.hex(),
+            "groups": self._group_key.hex(),
             "run": self._run,
             "not_private": vars(self.not_private).copy(),
             "geometry": self.geometry.state_dict(),
+            "noise": self._noise.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -152,10 +158,22 @@ class Private:
         if charged > state["step"] + lost:
             lost = charged - state["step"]
             key = sub_key(key + os.urandom(32), "after a loss")
+            self._check_restart()
         self.steps, self._lost_steps, self._key, self._run = int(state["step"]), lost, key, state["run"]
         self.not_private = NotPrivate(**state["not_private"])
+        self._group_key = bytes.fromhex(state["groups"])
         self.geometry.load_state_dict(state["geometry"])
+        self._noise.load_state_dict(state["noise"])  # steps that were lost make it start anew at the next step
         self._forget_batch()
+
+    def _check_restart(self) -> None:
+        """The past noise of lost steps is gone: may the stream go on without it? See `noise.stream.Stream.restart`."""
+        bands = self.factorization.bands
+        if not (self.factorization.monotone or (bands is not None and bands <= self.plan.groups)):
+            raise PrivacyError(
+                f"steps after this checkpoint were lost, and {self.factorization.name} cannot go on without their "
+                "noise: its matrix has negative entries, for which that is not known to be private. Begin a new run"
+            )
 
     def save(self, path: str | os.PathLike[str], **others: Any) -> None:
         """Write model, optimizer, generators, sampler, accountant, and any `others` with a state_dict()."""
@@ -274,22 +292,42 @@ class Private:
             )
         if self.charged >= self.plan.steps:
             raise PrivacyError(f"all {self.plan.steps} planned steps are used up; make a new plan to go on")
+        if self.factorization.bands != 1 and self._trainable().keys() != self._layout.keys():
+            changed = ", ".join(sorted(self._trainable().keys() ^ self._layout.keys()))
+            raise PrivacyError(
+                f"{changed}: frozen or unfrozen since make_private. Correlated noise takes back in a later step what "
+                "it added in an earlier one, to the same parameters. Choose what is trainable before make_private, or "
+                "use Independent() noise"
+            )
         if self._ledger is not None:
             self._ledger.charge(self._run, self.charged + 1)
-        sums, maps, key = self._sums, self._maps, self._key
+        sums, maps, key, step = self._sums, self._maps, self._key, self.charged
         self.steps += 1  # charged: from here on it counts, also if what follows fails
         self._key = next_key(key)
         self._forget_batch()
         with exactly(next(self.model.parameters()).device):
-            self._release(sums, maps, sub_key(key, "noise"))
+            self._release(sums, maps, sub_key(key, "noise"), step)
 
-    def _release(self, sums: dict[tuple[Slot, bool], list[Tensor]], maps: dict[Slot, Map], key: bytes) -> None:
-        """``.grad = (Σ clip(U g_i) + N(0, σ²C² I)) / E[batch]`` for every trainable parameter, used or not.
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        return {name: p for p, name in self._names.items() if p.requires_grad}
+
+    def _release(
+        self, sums: dict[tuple[Slot, bool], list[Tensor]], maps: dict[Slot, Map], key: bytes, step: int
+    ) -> None:
+        """``.grad = (Σ clip(U g_i) + w_t) / E[batch]`` for every trainable parameter, used or not; w = C⁻¹ z.
 
         The sums hold ``Σ w_i g_i / E[batch]``; the map is linear, so U is applied here, once, to what is not mapped
-        already. Any geometry, however it changes from step to step, hands over a sum that one record moves by at
-        most C in these same coordinates, and the noise is added in them: nothing more is asked of the mechanism. A map
-        after the noise sees only what is released.
+        already.
+
+        **Why any geometry goes with any noise.** Let x_t be the mapped, clipped sum of step t. Adding or removing a
+        record moves x_t by a vector of norm at most C if it was drawn and by 0 if not, in the coordinates of the
+        parameters, whatever the map U_t was: U_t is computed from public numbers and from what was released before t.
+        So (x_t) is an adaptive stream with bounded participations, which is all that the matrix mechanism
+        asks for (Denisov et al., 2022): releasing ``x + C⁻¹ z``, that is ``C⁻¹ (C x + z)``, has the privacy of
+        the Gaussian mechanism with the sensitivity of C. And no inverse map follows: the optimizer adds x_t + w_t
+        to the parameters as it is, so the noise in θ is ``A C⁻¹ z``, exactly as without a geometry; what one step added
+        is taken back later although U has changed in between. A map *after* the noise (`post`) is free too, but if it
+        changes over time the noise no longer cancels: make_private warns.
         """
         totals: dict[nn.Parameter, Tensor] = {}
         while sums:
@@ -297,12 +335,12 @@ class Private:
             total = total if mapped else maps[slot].apply(total)
             for p, part in zip(slot, total, strict=True):
                 totals[p] = totals[p] + part if p in totals else part
-        trainable = {name: p for p, name in self._names.items() if p.requires_grad}
+        trainable = self._trainable()
         noisy = {
             name: totals[p].contiguous() if p in totals else torch.zeros_like(p, dtype=at_least_float32(p).dtype)
             for name, p in trainable.items()
         }
-        self._noise.add_(list(noisy.values()), key, self.plan.noise_scale / self.plan.batch_size)
+        self._noise.add_(list(noisy.values()), key, self.plan.noise_scale / self.plan.batch_size, step)
         for names, after in self.geometry.after_noise().items():
             noisy.update(zip(names, after.apply([noisy[name] for name in names]), strict=True))
         for name, p in trainable.items():
@@ -337,7 +375,8 @@ def make_private(
     batch_size: int | None = None,
     clip: float = 1.0,
     geometry: Geometry | None = None,
-    noise: Independent | None = None,
+    noise: Noise | Auto | Literal["auto"] | None = None,
+    sampling: Sampling | None = None,
     loss_reduction: Literal["mean", "sum"] = "mean",
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     max_physical_batch_size: int | None = None,
@@ -361,7 +400,11 @@ def make_private(
         batch_size: the expected batch size (a DataLoader's own by default).
         clip: the L2 norm C to which every record's gradient is clipped.
         geometry: the linear map before clipping: `KFC(...)`, `Diagonal(...)`; `Identity()` is DP-SGD.
-        noise: `Independent()` Gaussian noise.
+        noise: `Independent()` Gaussian noise; or correlated noise, which largely cancels in the parameters:
+            `BandedToeplitz(bands=16)`, `BandedSquareRoot(...)`, `BufferedToeplitz(...)` and others; or "auto"
+            (`Auto(max_buffers=16)`): whichever adds the least noise to the parameters at the same epsilon.
+        sampling: "poisson" for independent noise, "cyclic-poisson" for banded noise, "min-separated" (whole groups in
+            turn, no amplification) for any; by default the best that can be accounted for.
         loss_reduction: how the loop's loss combines the records of one forward pass: their "mean" or "sum".
             A loss over tokens must be reduced within each record first (`mean_over_records`).
         loss: ``loss(model, batch) -> scalar``, the loop's loss. If given, it is tried on a few records before
@@ -404,21 +447,22 @@ def make_private(
     check_model(model)
     check_optimizer(model, optimizer)
     geometry = Identity() if geometry is None else geometry
-    noise = Independent() if noise is None else noise
     records = len(data)  # type: ignore[arg-type]
+    batch_size, steps = batches(records, batch_size, epochs, steps)
+    run: dict[str, Any] = {
+        "records": records,
+        "batch_size": batch_size,
+        "clip": clip,
+        "delta": delta,
+        "epsilon": epsilon,
+        "noise_multiplier": noise_multiplier,
+        "steps": steps,
+        "accountant": accountant,
+    }
+    rescaled = f"{geometry.name} maps the noisy gradients once more (post)" if getattr(geometry, "post", 0) else None
+    factorization = choose(noise, optimizer, rescaled, sampling, **run)
     plan = Plan.make(
-        records=records,
-        batch_size=batch_size,
-        clip=clip,
-        delta=delta,
-        epsilon=epsilon,
-        noise_multiplier=noise_multiplier,
-        epochs=epochs,
-        steps=steps,
-        accountant=accountant,
-        geometry=geometry.name,
-        public_geometry=geometry.public,
-        noise=noise.name,
+        **run, geometry=geometry.name, public_geometry=geometry.public, noise=factorization, sampling=sampling
     )
     tape = Tape(model, partition(model, by_vmap))
     try:
@@ -433,7 +477,7 @@ def make_private(
         optimizer,
         plan,
         geometry,
-        noise,
+        factorization,
         tape,
         mean_loss=loss_reduction == "mean",
         check=check,
@@ -444,8 +488,7 @@ def make_private(
     private.loader = PrivateLoader(
         data,
         options,
-        records,
-        plan.sampling_rate,
+        lambda: CyclicPoisson(private._group_key, records, plan.groups, plan.rate_in_turn),
         plan.steps,
         max_physical_batch_size,
         lambda: (private.charged, private._key),

@@ -1,7 +1,7 @@
-"""Poisson batches, and the loader that hands them to a plain PyTorch loop.
+"""Poisson and cyclic Poisson batches, and the loader that hands them to a plain PyTorch loop.
 
-Which records step t uses is a function of that step's key alone, so workers may run ahead, and a resumed
-run continues where it stood, without a sampler state to lose.
+Which records step t uses is a function of that step's key alone (and of the key of the groups, if there are several),
+so workers may run ahead, and a resumed run continues where it stood, without a sampler state to lose.
 """
 
 from __future__ import annotations
@@ -25,6 +25,36 @@ def poisson_sample(key: bytes, records: int, rate: float) -> list[int]:
     if rate >= 1:
         return list(range(records))
     return np.flatnonzero(uniform_bits(key, records) < np.uint64(int(rate * 2**64))).tolist()
+
+
+class CyclicPoisson:
+    """`groups` groups take turns: step t draws each record of group t mod `groups` with probability `rate`.
+
+    Every record belongs to one group, drawn for it independently and uniformly; so adding or removing a record
+    changes nothing for the others (groups of equal size would). One group is Poisson sampling; a rate of 1 hands out
+    whole groups in turn. A record takes part at most once in `groups` steps: the batches are b-min-separated.
+
+    **Amplification with banded noise.** Let C have at most b = `groups` bands, and take what adding record r
+    does to the released stream ``C x + z``. Fix the group of r; it can join steps t = j, j+b, j+2b, .... Let the coin
+    say that it joins step t, with the vector v, ‖v‖ ≤ clip, a function of what was released before t. Row i of C x
+    moves by ``C[i, t] v``, which is zero but for the rows t ≤ i < t+b; those rows contain no other
+    participation of r, and all else in them is a function of earlier rows. So given the past, rows t to t+b-1 are, up
+    to a known shift, ``N(0, s²)`` without the record and a mixture ``(1-q) N(0, s²) + q N(C[:, t] vᵀ, s²)`` with it: a
+    Poisson-subsampled Gaussian with sensitivity ``‖C[:, t]‖ ‖v‖`` and one coin. Such blocks compose adaptively,
+    ⌈n/b⌉ of them at most, whichever group r was in; a mixture over groups is no worse than the worst group.
+    """
+
+    def __init__(self, key: bytes, records: int, groups: int, rate: float) -> None:
+        self.records, self.groups, self.rate = records, groups, rate
+        if groups > 1:
+            self._group = uniform_bits(key, records) % np.uint64(groups)  # uniform but for groups / 2⁶⁴
+
+    def draw(self, key: bytes, step: int) -> list[int]:
+        """The records of one step."""
+        if self.groups == 1:
+            return poisson_sample(key, self.records, self.rate)
+        members = np.flatnonzero(self._group == step % self.groups)
+        return [int(row) for row in members[poisson_sample(key, len(members), self.rate)]]
 
 
 @dataclass(frozen=True)
@@ -88,15 +118,14 @@ class PrivateLoader:
         self,
         dataset: Dataset[Any],
         options: dict[str, Any],
-        records: int,
-        rate: float,
+        sampler: Callable[[], CyclicPoisson],
         steps: int,
         at_most: int | None,
         position: Callable[[], tuple[int, bytes]],
         begin: Callable[[Chunk], None],
         empty_step: Callable[[Chunk], None],
     ) -> None:
-        self.dataset, self._options, self._records, self._rate = dataset, options, records, rate
+        self.dataset, self._options, self._sampler = dataset, options, sampler
         self._steps, self._at_most = steps, at_most
         self._position, self._begin, self._empty_step = position, begin, empty_step
 
@@ -116,12 +145,13 @@ class PrivateLoader:
     def take(self, steps: int) -> Iterator[Any]:
         """The batches of the next `steps` steps."""
         first, key = self._position()
+        sampler = self._sampler()
         ahead: deque[Chunk] = deque()
 
         def indices() -> Iterator[list[int]]:
             chain = key
             for step in range(first, min(first + steps, self._steps)):
-                for chunk, rows in split(step, self._draw(chain), self._at_most):
+                for chunk, rows in split(step, sampler.draw(sub_key(chain, "sampling"), step), self._at_most):
                     ahead.append(chunk)
                     if rows:
                         yield rows
@@ -137,9 +167,6 @@ class PrivateLoader:
             self._begin(ahead.popleft())
             yield batch
         self._skip_empty(ahead)
-
-    def _draw(self, key: bytes) -> list[int]:
-        return poisson_sample(sub_key(key, "sampling"), self._records, self._rate)
 
     def _skip_empty(self, ahead: deque[Chunk]) -> None:
         while ahead and not ahead[0].of:

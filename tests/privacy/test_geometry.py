@@ -165,9 +165,8 @@ class TestNoSampleAboveC:
         sums: list[Tensor] = []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         settings = {"noise_multiplier": 0.0, "delta": 0.5, "steps": 1, "batch_size": 1, "clip": 0.5}
-        private = dpkfc.make_private(
-            model, optimizer, TensorDataset(x[:1], y[:1]), geometry=geometry, noise=recorder(sums), **settings
-        )
+        private = dpkfc.make_private(model, optimizer, TensorDataset(x[:1], y[:1]), geometry=geometry, **settings)
+        private._noise = recorder(sums)
         for part, label in private.loader:
             F.cross_entropy(model(part), label).backward()
             other = small_cnn()
@@ -184,9 +183,7 @@ def recorder(sums: list[Tensor]) -> Any:
     """Takes the place of the noise and keeps what it would have been added to."""
 
     class Recorder:
-        name = "none"
-
-        def add_(self, totals: list[Tensor], key: bytes, scale: float) -> None:
+        def add_(self, totals: list[Tensor], key: bytes, scale: float, step: int) -> None:
             sums[:] = [t.clone() for t in totals]
 
     return Recorder()
@@ -197,7 +194,8 @@ def contribution(model: nn.Module, one: TensorDataset, geometry: Geometry) -> fl
     sums: list[Tensor] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     settings = {"noise_multiplier": 0.0, "delta": 0.5, "steps": 1, "batch_size": 1, "clip": 0.5}
-    private = dpkfc.make_private(model, optimizer, one, geometry=geometry, noise=recorder(sums), **settings)
+    private = dpkfc.make_private(model, optimizer, one, geometry=geometry, **settings)
+    private._noise = recorder(sums)
     for x, y in private.loader:
         F.cross_entropy(model(x).float(), y).backward()
         optimizer.step()

@@ -102,12 +102,10 @@ class TestScaleClipNoise:
 class Recorder:
     """Takes the place of the noise and keeps what it would have been added to."""
 
-    name = "none"
-
     def __init__(self, sums: list[Tensor]) -> None:
         self.sums = sums
 
-    def add_(self, sums: list[Tensor], key: bytes, scale: float) -> None:
+    def add_(self, sums: list[Tensor], key: bytes, scale: float, step: int) -> None:
         self.sums[:] = [s.clone() for s in sums]
 
 

@@ -438,8 +438,14 @@ def _count(what: str, value: int, least: int = 1) -> int:
 
 def _sound(mechanism: Mechanism) -> Mechanism:
     """The mechanism in Python's own numbers, which JSON can write and give back."""
-    rate, noise = float(mechanism.sampling_rate), float(mechanism.noise_multiplier)
-    return Mechanism(rate, noise, _count("steps", mechanism.steps, least=0), bool(mechanism.public_geometry))
+    return Mechanism(
+        float(mechanism.sampling_rate),
+        float(mechanism.noise_multiplier),
+        _count("steps", mechanism.steps, least=0),
+        bool(mechanism.public_geometry),
+        _count("cycle", mechanism.cycle),
+        tuple(float(factor) for factor in mechanism.growth),
+    )
 
 
 def _sound_budget(budget: tuple[float, float]) -> tuple[float, float]:

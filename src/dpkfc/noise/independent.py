@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from dpkfc.noise.rng import add_normal_
+from dpkfc.noise.factorization import IDENTITY, Factorization
+from dpkfc.noise.workload import Workload
 
 
 @dataclass(frozen=True)
 class Independent:
-    """Every step adds fresh ``N(0, scale² I)`` to the sum: the identity factorization."""
+    """Every step adds fresh ``N(0, scale² I)`` to the sum: the identity factorization, whatever the workload."""
 
-    name = "independent Gaussian"
+    workload = Workload.sgd()
 
-    def add_(self, sums: list[Tensor], key: bytes, scale: float) -> None:
-        add_normal_(sums, key, scale)
+    def factorize(self, workload: Workload, n: int, separation: int) -> Factorization:
+        return IDENTITY

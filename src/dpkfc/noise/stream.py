@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dpkfc.errors import PrivacyError
-from dpkfc.noise.rng import add_lanes_, normal_lanes
+from dpkfc.noise.rng import add_lanes_, add_normal_, normal_lanes
 from dpkfc.noise.series import Array
 
 
@@ -62,7 +62,10 @@ class Ring:
             self.restart()
         self._next = _after(step, self._next)
         lead, lags = self._row(step)
-        add_lanes_(sums, self._lanes(key, step, lead, lags), scale * self._gain(step))
+        if not len(self._past):
+            add_normal_(sums, key, scale * lead * self._gain(step))
+        else:
+            add_lanes_(sums, self._lanes(key, step, lead, lags), scale * self._gain(step))
 
     def _lanes(self, key: bytes, step: int, lead: float, lags: Array) -> Iterator[Tensor]:
         rows, size = self._past.shape
@@ -72,11 +75,8 @@ class Ring:
         start = 0
         for z in normal_lanes(key, size):
             past = self._past[:, start : start + len(z)]
-            w = z if not rows else torch.addmv(z, past.T, weights, beta=lead)
-            if rows:
-                past[step % rows] = w if self._keeps == "outputs" else z
-            elif lead != 1:
-                w = z * lead
+            w = torch.addmv(z, past.T, weights, beta=lead)
+            past[step % rows] = w if self._keeps == "outputs" else z
             yield w
             start += len(z)
 
@@ -84,10 +84,11 @@ class Ring:
         self._past.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"past": self._past, "next": self._next}
+        return {"past": self._past, "next": self._next} if len(self._past) else {"next": self._next}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._past.copy_(_same_shape(state["past"], self._past))
+        if len(self._past):
+            self._past.copy_(_same_shape(state["past"], self._past))
         self._next = int(state["next"])
 
 

@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,7 +113,7 @@ class Workload:
         Of several parameter groups, which may differ in learning rate and weight decay, the largest decides.
         An optimizer that is not linear in the gradients (Adam and its kin) has no workload, and is refused.
         """
-        group = max(optimizer.param_groups, key=lambda g: sum(p.numel() for p in g["params"]))
+        group = _largest_group(optimizer)
         kind = type(optimizer).__name__
         response = impulse_response(optimizer, group, TRIED)
         if response is None:
@@ -158,7 +159,16 @@ class Workload:
         return lower_toeplitz(self.coefficients(n), n) if self.matrix is None else self.matrix(n)
 
 
-def impulse_response(optimizer: Optimizer, group: dict[str, object], steps: int) -> Array | None:
+def is_linear(optimizer: Optimizer) -> bool:
+    """Is the path of the parameters a linear function of the gradients, the same from every step on?"""
+    return impulse_response(optimizer, _largest_group(optimizer), 8) is not None
+
+
+def _largest_group(optimizer: Optimizer) -> dict[str, Any]:
+    return max(optimizer.param_groups, key=lambda g: sum(p.numel() for p in g["params"]))
+
+
+def impulse_response(optimizer: Optimizer, group: dict[str, Any], steps: int) -> Array | None:
     """How a single gradient of 1 moves a parameter over the `steps` steps from it on; None if that is not linear.
 
     A copy of the optimizer drives a parameter of its own. One step without a gradient comes first: torch's
