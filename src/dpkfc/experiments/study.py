@@ -1,0 +1,364 @@
+"""Arms tuned alike on MNIST or FashionMNIST, with the paper's CNN: the same number of tries each, chosen on validation.
+
+Each try is run once without the last records of the training set, on which its accuracy is measured; the best one is
+then trained on all records, with seeds that were not used before, and only these runs see the test set. Results are
+appended as they come, and a run that is found in the file is not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import dpkfc
+from dpkfc.data.idx import CLASSES, SIDE, Scaling, idx_images
+from dpkfc.models import paper_cnn
+from dpkfc.noise.choose import Noise
+from dpkfc.report.accuracy_table import Summary, accuracy_markdown, accuracy_table, plot_accuracy
+
+Data = tuple[TensorDataset, TensorDataset]  # for training, for testing
+Row = dict[str, Any]  # one line of the file: key, setting, result
+Grid = dict[str, list[dict[str, Any]]]  # what each arm tries, the likeliest first: overrides of `Setting`
+SEEDS = (1, 2, 3)  # of the final runs; tries use the default
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is compared on what. A task is what all its runs have in common: overrides of `Setting`."""
+
+    module: str
+    about: str
+    title: str
+    tasks: Mapping[str, Mapping[str, Any]]
+    grid: Callable[[str], Grid]  # of a task
+    published: Mapping[tuple[str, str], float] = field(default_factory=dict)  # percent, by task and arm
+
+    @property
+    def arms(self) -> list[str]:
+        return list(self.grid(next(iter(self.tasks))))
+
+
+# The whitening of the paper as it was measured: activations only, all ranks, absolute stability, probes every 50 steps.
+# What the accuracy depends on is named, so that it is part of a setting's key.
+PAPER: dict[str, Any] = {
+    "probe": {"alpha": 2.0, "std": 0.5},
+    "every": 50,
+    "probes": 512,
+    "factors": "A",
+    "approx": "expand",
+    "rank": None,
+    "power": 1.0,
+    "stability": 1e-3,
+    "damping": 0.0,
+    "post": 0.0,
+}
+
+SCHEDULES: dict[str, Callable[[float], float]] = {  # factor of the learning rate, by the part of the run that is done
+    "constant": lambda done: 1.0,
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+    "linear": lambda done: 1 - done,
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that a run depends on besides the data.
+
+    `geometry` holds KFC's arguments; None is DP-SGD. `noise` holds the name of the noise and its arguments; None is
+    independent.
+    """
+
+    dataset: str
+    arm: str
+    lr: float
+    geometry: Mapping[str, Any] | None = None
+    epsilon: float = 1.0
+    delta: float = 1e-5
+    epochs: float = 5
+    batch_size: int = 256
+    clip: float = 1.0
+    momentum: float = 0.9
+    label_smoothing: float = 0.0
+    schedule: str = "constant"
+    ema: float = 0.99  # decay of the averaged copy of the iterates; 0 for none. Post-processing, so it is free
+    scaling: Scaling = "unit"
+    seed: int = 0
+    validation: int = 5000  # training records held out at the end; 0 trains on all and measures on the test set
+    noise: Mapping[str, Any] | None = None
+
+    @property
+    def key(self) -> str:
+        """A hash of the contents."""
+        contents = {k: v for k, v in asdict(self).items() if k != "noise" or v is not None}
+        return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        parts = [f"lr {self.lr:g}", f"clip {self.clip:g}"]
+        parts += [f"smoothing {self.label_smoothing:g}"] if self.label_smoothing else []
+        parts += [self.schedule] if self.schedule != "constant" else []
+        return ", ".join(parts + [f"{k} {v}" for k, v in (self.geometry or {}).items() if PAPER.get(k) != v])
+
+
+@dataclass(frozen=True)
+class Result:
+    """Accuracies on the held-out records (if the setting has any) or the test set."""
+
+    last: float  # of the last iterate
+    average: float | None  # of the averaged iterates
+    epsilon: float  # of this run alone
+    noise_multiplier: float
+    steps: int
+    seconds: float
+
+
+def train(setting: Setting, data: Data, on_step: Callable[[int, int], None] = lambda done, of: None) -> Result:
+    """A plain PyTorch loop; `on_step(done, of)` is called after every step."""
+    records, measured = split(data, setting.validation)
+    torch.manual_seed(setting.seed)
+    model = paper_cnn()
+    optimizer = torch.optim.SGD(model.parameters(), lr=setting.lr, momentum=setting.momentum)
+    private = dpkfc.make_private(
+        model,
+        optimizer,
+        records,
+        epsilon=setting.epsilon,
+        delta=setting.delta,
+        epochs=setting.epochs,
+        batch_size=setting.batch_size,
+        clip=setting.clip,
+        geometry=geometry_of(setting),
+        noise=noise_of(setting),
+        seed=setting.seed,
+    )
+    steps, factor = private.plan.steps, SCHEDULES[setting.schedule]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step / steps))
+    weights = list(model.parameters())
+    average = [w.detach().clone() for w in weights]
+    begun = time.perf_counter()
+    for images, labels in private.loader:
+        F.cross_entropy(model(images), labels, label_smoothing=setting.label_smoothing).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        if setting.ema:
+            pull = max(1 - setting.ema, 1 / private.steps)  # the plain mean at first, so the start is forgotten
+            for mean, w in zip(average, weights, strict=True):
+                mean.lerp_(w.detach(), pull)
+        on_step(private.steps, steps)
+    seconds = time.perf_counter() - begun
+    private.detach()
+    last, averaged = accuracy(model, *measured.tensors), None
+    if setting.ema:
+        with torch.no_grad():
+            for mean, w in zip(average, weights, strict=True):
+                w.copy_(mean)
+        averaged = accuracy(model, *measured.tensors)
+    return Result(last, averaged, private.epsilon(), private.plan.noise_multiplier, private.steps, seconds)
+
+
+def split(data: Data, validation: int) -> Data:
+    """What is trained on and what accuracy is measured on: held-out training records, or the test set if none are."""
+    records, test = data
+    if not validation:
+        return records, test
+    if not 0 < validation < len(records):
+        raise ValueError(f"validation={validation}: the training set has {len(records)} records")
+    images, labels = records.tensors
+    rest = len(records) - validation
+    return TensorDataset(images[:rest], labels[:rest]), TensorDataset(images[rest:], labels[rest:])
+
+
+def geometry_of(setting: Setting) -> dpkfc.KFC | None:
+    if setting.geometry is None:
+        return None
+    options = dict(setting.geometry)
+    probe = dpkfc.PinkNoise(shape=(1, SIDE, SIDE), classes=CLASSES, **options.pop("probe"))
+    return dpkfc.KFC(probe=probe, seed=setting.seed, **options)
+
+
+def noise_of(setting: Setting) -> Noise | None:
+    if setting.noise is None:
+        return None
+    options = dict(setting.noise)
+    recipe: Callable[..., Noise] = getattr(dpkfc, options.pop("name"))
+    return recipe(**options)
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    right = [(model(part).argmax(1) == labels).sum() for part, labels in zip(x.split(1000), y.split(1000), strict=True)]
+    return float(sum(right)) / len(y)
+
+
+def tries(study: Study, task: str, arms: Iterable[str], count: int | None = None) -> list[Setting]:
+    """The grid as settings: all of it, or the first `count` tries of every arm."""
+    grid = study.grid(task)
+    return [Setting(arm=arm, **study.tasks[task], **choice) for arm in arms for choice in grid[arm][:count]]
+
+
+def finals(study: Study, rows: Sequence[Row], task: str, arms: Iterable[str]) -> list[Setting]:
+    """The chosen setting of every arm, on all records, once a seed."""
+    chosen = [choose(study, rows, task, arm)[0] for arm in arms]
+    return [replace(setting, validation=0, seed=seed) for setting in chosen for seed in SEEDS]
+
+
+def choose(study: Study, rows: Sequence[Row], task: str, arm: str) -> tuple[Setting, str]:
+    """The try with the best accuracy on validation, and which of its weights had it: "last" or "average"."""
+    found = [
+        (row["result"][weights], Setting(**row["setting"]), weights)
+        for row in tried(study, rows, task, arm)
+        for weights in ("last", "average")
+        if row["result"][weights] is not None
+    ]
+    if not found:
+        raise ValueError(f"no try of {arm!r} on {task} was recorded: run --stage tune first")
+    _, setting, weights = max(found, key=lambda entry: entry[0])
+    return setting, weights
+
+
+def tried(study: Study, rows: Sequence[Row], task: str, arm: str) -> list[Row]:
+    """Every recorded try, also those that have left the grid since: they were looked at, so they count."""
+    common = {**study.tasks[task], "arm": arm}
+    return [
+        row
+        for row in rows
+        if row["setting"]["validation"] and all(row["setting"][name] == value for name, value in common.items())
+    ]
+
+
+def summarise(study: Study, rows: Sequence[Row]) -> list[Summary]:
+    """What there is to tell of every arm with a recorded try."""
+    by_key = {row["key"]: row for row in rows}
+    summaries = []
+    for task, arm in ((task, arm) for task in study.tasks for arm in study.arms):
+        recorded = tried(study, rows, task, arm)
+        if not recorded:
+            continue
+        setting, weights = choose(study, rows, task, arm)
+        keys = [final.key for final in finals(study, rows, task, [arm])]
+        tests = tuple(by_key[key]["result"][weights] for key in keys if key in by_key)
+        text = f"{setting}, {'averaged' if weights == 'average' else 'last'} weights"
+        validation = by_key[setting.key]["result"][weights]
+        summaries.append(Summary(task, arm, len(recorded), text, validation, tests, study.published.get((task, arm))))
+    return summaries
+
+
+def run(settings: Sequence[Setting], load: Callable[[Setting], Data], out: Path, console: Console) -> None:
+    """Train every setting that the file does not hold yet; append each result as it comes."""
+    done = {row["key"] for row in read(out)}
+    todo = [setting for setting in settings if setting.key not in done]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    console.print(f"{len(settings) - len(todo)} of {len(settings)} runs are in {out}", highlight=False, soft_wrap=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        overall, current = progress.add_task("runs", total=len(todo)), progress.add_task("steps", total=None)
+
+        def on_step(steps: int, of: int) -> None:
+            progress.update(current, completed=steps, total=of)
+
+        for setting in todo:
+            progress.reset(current, total=None, description=setting.arm)
+            result = train(setting, load(setting), on_step)
+            row = {"key": setting.key, "setting": asdict(setting), "result": asdict(result)}
+            with out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            progress.advance(overall)
+            measured = f"{'validation' if setting.validation else 'test'} {100 * result.last:.2f}"
+            measured += "" if result.average is None else f", averaged {100 * result.average:.2f}"
+            speed = f"{result.steps / result.seconds:.1f} steps/s"
+            line = f"{setting.dataset}, {setting.arm}: {setting}, seed {setting.seed}: {measured} ({speed})"
+            progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def read(file: Path) -> list[Row]:
+    """The results in a file; none if it does not exist yet."""
+    rows: list[Row] = []
+    for number, line in enumerate(file.read_text().splitlines() if file.exists() else [], 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file}, line {number} is cut off: remove the line, its run will be repeated") from error
+    return rows
+
+
+def show(study: Study, out: Path, console: Console) -> None:
+    """Print the table of `out`, a file or a folder of them; write accuracy.md and accuracy.png beside the results."""
+    files = sorted(out.glob("*.jsonl")) if out.is_dir() else [out]
+    summaries = summarise(study, [row for file in files for row in read(file)])
+    if not summaries:
+        raise ValueError(f"{out} holds no results: run --stage tune first")
+    remark = (
+        "Test: mean ± standard deviation over the seeds (their number). Epsilon is that of each single run; the tries, "
+        "and the choice among them by held-out training records, are not charged."
+    )
+    console.print(accuracy_table(summaries, study.title))
+    console.print(remark, highlight=False)
+    folder = out if out.is_dir() else out.parent
+    (folder / "accuracy.md").write_text(accuracy_markdown(summaries, study.title, remark))
+    if find_spec("matplotlib"):
+        plot_accuracy(summaries, folder / "accuracy.png")
+    else:
+        console.print("matplotlib is not installed: no plot")
+
+
+def main(study: Study, arguments: Sequence[str] | None = None) -> None:
+    """The command line of a study."""
+    parser = argparse.ArgumentParser(prog=f"python -m {study.module}", description=study.about)
+    parser.add_argument("--data-dir", type=Path, help="the folder with mnist/ and fashion-mnist/ (default $DPKFC_DATA)")
+    tasks, arms = list(study.tasks), study.arms
+    parser.add_argument("--task", type=_names(tasks), default=tasks, metavar="A,B", help=f"of {', '.join(tasks)}")
+    parser.add_argument("--arms", type=_names(arms), default=arms, metavar="A,B", help=f"of {', '.join(arms)}")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE.jsonl", help="results; for the table, a folder"
+    )
+    parser.add_argument("--tries", type=int, metavar="N", help="the first N of every arm (default: all)")
+    parser.add_argument("--stage", choices=("tune", "final", "table"), help="default: all of them, in this order")
+    chosen = parser.parse_args(arguments)
+    console = Console()
+    stages = [chosen.stage] if chosen.stage else ["tune", "final", "table"]
+
+    @cache
+    def data(dataset: str, scaling: Scaling) -> Data:
+        return idx_images(dataset, chosen.data_dir, scaling)
+
+    def load(setting: Setting) -> Data:
+        return data(setting.dataset, setting.scaling)
+
+    try:
+        for task in chosen.task:
+            if "tune" in stages:
+                run(tries(study, task, chosen.arms, chosen.tries), load, chosen.out, console)
+            if "final" in stages:
+                run(finals(study, read(chosen.out), task, chosen.arms), load, chosen.out, console)
+        if "table" in stages:
+            show(study, chosen.out, console)
+    except (dpkfc.PrivacyError, OSError, ValueError) as error:
+        sys.exit(f"{study.module}: {error}")
+
+
+def _names(known: Collection[str]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not known: choose from {', '.join(known)}")
+        return names
+
+    return parse
