@@ -37,6 +37,8 @@ def dpkfc() -> None:
 
     [cyan]dpkfc demo[/cyan]                 train a small private model, in about a minute
 
+    [cyan]dpkfc plan 60000[/cyan]           what noise a run needs, and which kind disturbs the model least
+
     [cyan]dpkfc ledger privacy.db[/cyan]    what was spent on which data set
     """
 
@@ -59,6 +61,49 @@ def demo(
     from dpkfc.experiments.demo import run_demo
 
     run_demo(epsilon, delta, epochs, seed, Console())
+
+
+@app.command()
+def plan(
+    records: Annotated[int, typer.Argument(help="Records in the data set.", show_default=False)],
+    epsilon: Annotated[float, typer.Option(help="The privacy budget.")] = 1.0,
+    delta: Annotated[float, typer.Option(help="The probability with which it may fail.")] = 1e-5,
+    epochs: Annotated[float, typer.Option(help="Expected passes over the data.")] = 5.0,
+    batch_size: Annotated[int, typer.Option(help="Records a step is expected to draw.")] = 256,
+    clip: Annotated[float, typer.Option(help="The norm to which each record's gradient is clipped.")] = 1.0,
+    momentum: Annotated[float, typer.Option(help="Of torch.optim.SGD.")] = 0.9,
+    nesterov: Annotated[bool, typer.Option("--nesterov", help="Nesterov's momentum.")] = False,
+    weight_decay: Annotated[float, typer.Option(help="Of torch.optim.SGD; matters times the learning rate.")] = 0.0,
+    lr: Annotated[float, typer.Option(help="The learning rate.")] = 0.1,
+    decoupled: Annotated[bool, typer.Option("--decoupled", help="Weight decay apart from the gradient.")] = False,
+    max_buffers: Annotated[int, typer.Option(help="Copies of the model that noise may keep in memory.")] = 16,
+) -> None:
+    """Compare independent and correlated noise for a run of SGD, and state the privacy of the best.
+
+    Nothing private is needed for it. In Python, noise="auto" makes the same choice.
+
+    [bold]Examples[/bold]
+
+    [cyan]dpkfc plan 60000 --epochs 5 --batch-size 256 --epsilon 1[/cyan]
+
+    [cyan]dpkfc plan 60000 --epsilon 8 --momentum 0 --max-buffers 2[/cyan]
+    """
+    from rich.progress import track
+
+    from dpkfc.noise.choose import best, evaluate, recipes
+    from dpkfc.noise.workload import Workload
+    from dpkfc.plan import batches
+    from dpkfc.report.noise_table import noise_table
+
+    console = Console()
+    workload = Workload.sgd(momentum, weight_decay, lr=lr, coupled=not decoupled, nesterov=nesterov)
+    size, steps = batches(records, batch_size, epochs, None)
+    run = {"records": records, "batch_size": size, "steps": steps, "clip": clip, "epsilon": epsilon, "delta": delta}
+    tried = track(recipes(max_buffers, records // size), "calibrating", console=console, transient=True)
+    found = [evaluate(noise, workload, **run) for noise in tried]
+    chosen = best(found)
+    console.print(noise_table(found, chosen, workload.name))
+    console.print(chosen.plan)
 
 
 @app.command()

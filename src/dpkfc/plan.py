@@ -28,7 +28,7 @@ Sampling = Literal["poisson", "cyclic-poisson", "min-separated"]
 NAMES: dict[Sampling, str] = {
     "poisson": "Poisson",
     "cyclic-poisson": "cyclic Poisson",
-    "min-separated": "groups in turn (b-min-separated)",
+    "min-separated": "groups in turn",
 }
 
 

@@ -168,8 +168,8 @@ class Private:
 
     def _check_restart(self) -> None:
         """The past noise of lost steps is gone: may the stream go on without it? See `noise.stream.Stream.restart`."""
-        bands = self.factorization.bands
-        if not (self.factorization.monotone or (bands is not None and bands <= self.plan.groups)):
+        bands, non_negative = self.factorization.bands, self.factorization.non_negative(self.plan.steps)
+        if not (non_negative or (bands is not None and bands <= self.plan.groups)):
             raise PrivacyError(
                 f"steps after this checkpoint were lost, and {self.factorization.name} cannot go on without their "
                 "noise: its matrix has negative entries, for which that is not known to be private. Begin a new run"

@@ -4,7 +4,7 @@
     python -m dpkfc.experiments.correlated --stage table --out runs
 
 Correlated noise pays where sampling amplifies little: the multiplier of DP-SGD is .63 at epsilon 3 in small
-batches ("little noise"), and 2.5 at epsilon .5 in large ones ("much noise"). SGD with momentum .9 everywhere.
+batches ("little noise"), and 2.2 at epsilon .5 in large ones ("much noise"). SGD with momentum .9 everywhere.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ NOISES = {
 }
 GEOMETRIES = {"dp-sgd": None, "dp-kfc": PAPER | {"probe": BRIGHT["centred"], "rank": 32}}
 RATES = {
-    ("little noise", "dp-sgd"): (0.16, 0.32, 0.08, 0.64),
-    ("little noise", "dp-kfc"): (0.04, 0.08, 0.02, 0.16),
-    ("much noise", "dp-sgd"): (0.32, 0.64, 0.16, 1.28),
-    ("much noise", "dp-kfc"): (0.08, 0.16, 0.04, 0.32),
+    ("little noise", "dp-sgd"): (0.32, 0.64, 0.16),
+    ("little noise", "dp-kfc"): (0.08, 0.04, 0.16),
+    ("much noise", "dp-sgd"): (0.64, 0.32, 1.28),
+    ("much noise", "dp-kfc"): (0.16, 0.08, 0.32),
 }
 
 
@@ -39,7 +39,7 @@ def grid(task: str) -> Grid:
 STUDY = Study(
     module="dpkfc.experiments.correlated",
     about="Independent beside correlated noise, with and without DP-KFC, on FashionMNIST.",
-    title="Independent and correlated noise on FashionMNIST, delta = 1e-5, 3 epochs",
+    title="Independent and correlated noise on FashionMNIST, delta = 1e-5",
     tasks={
         "little noise": {
             "dataset": "fashion-mnist",
@@ -51,7 +51,7 @@ STUDY = Study(
         "much noise": {
             "dataset": "fashion-mnist",
             "scaling": "centred",
-            "epochs": 3,
+            "epochs": 2,
             "batch_size": 2048,
             "epsilon": 0.5,
         },

@@ -7,14 +7,13 @@ wins by cancellation. What prevails depends on the run; so it is computed, and n
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from torch.optim import Optimizer
 
 from dpkfc.errors import PrivacyError
-from dpkfc.noise.factorization import Factorization
+from dpkfc.noise.factorization import REGENERATED, Factorization
 from dpkfc.noise.independent import Independent
 from dpkfc.noise.toeplitz import BandedSquareRoot, BandedToeplitz, BufferedToeplitz, InverseSquareRoot, LambdaCGD
 from dpkfc.noise.workload import Workload, is_linear
@@ -52,20 +51,26 @@ class Candidate:
     rmse: float
 
 
-def candidates(workload: Workload, max_buffers: int, **run: Any) -> Iterator[Candidate]:
-    """Every noise worth trying for a run with these arguments of `Plan.make`, the independent one first."""
-    records, batch_size = run["records"], run["batch_size"]
-    turns = records // batch_size
-    widths = {p for p in (2, 4, 8, 16, 32, 64, 128, 256, turns) if 1 < p <= min(max_buffers + 1, turns)}
-    yield _candidate(Independent(), workload, **run)
+def recipes(max_buffers: int, turns: int) -> list[Noise]:
+    """Every noise worth trying within the memory, the independent one first; `turns` batches make a pass."""
+    if max_buffers < 0:
+        raise PrivacyError(f"max_buffers={max_buffers}: must not be negative")
+    found: list[Noise] = [Independent()]
+    if turns < 2:
+        return found
+    widths = {p for p in (2, 4, 8, 16, 32, 64, 128, 256, turns) if p <= min(max_buffers + 1, turns)}
     for bands in sorted(widths):
-        yield _candidate(BandedSquareRoot(bands), workload, **run)
-        yield _candidate(BandedToeplitz(bands), workload, **run)
-    if turns > 1:
-        yield _candidate(LambdaCGD(), workload, **run)
-        for buffers in range(1, min(3, max_buffers) + 1):
-            yield _candidate(BufferedToeplitz(buffers), workload, **run)
-        yield _candidate(InverseSquareRoot(4 if max_buffers < 4 else min(max_buffers + 1, turns)), workload, **run)
+        found += [BandedSquareRoot(bands), BandedToeplitz(bands)]
+    found += [BufferedToeplitz(buffers) for buffers in (1, 2, 3) if buffers <= max_buffers]
+    return [*found, LambdaCGD(), InverseSquareRoot(min(max(max_buffers + 1, REGENERATED), turns))]
+
+
+def evaluate(noise: Noise, workload: Workload, **run: Any) -> Candidate:
+    """The noise calibrated for a run with these arguments of `Plan.make`, and its error."""
+    factorization = _factorize(noise, workload, run)
+    plan = Plan.make(**run, noise=factorization)
+    error = factorization.error(workload, run["steps"])
+    return Candidate(noise, factorization, plan, plan.noise_scale / plan.batch_size * error)
 
 
 def best(found: list[Candidate]) -> Candidate:
@@ -105,7 +110,8 @@ def choose(
         if rescaled:
             return Independent().factorize(Independent.workload, run["steps"], 1)
         workload = noise.workload or Workload.of(optimizer)
-        return best(list(candidates(workload, noise.max_buffers, **run))).factorization
+        tried = recipes(noise.max_buffers, run["records"] // run["batch_size"])
+        return best([evaluate(one, workload, **run) for one in tried]).factorization
     if rescaled:
         warnings.warn(WHY_NOT.format(rescaled), stacklevel=3)
     workload = noise.workload or (Workload.of(optimizer) if is_linear(optimizer) else Workload.sgd(momentum=0.9))
@@ -119,12 +125,6 @@ WHY_NOT = (
 )
 
 
-def _candidate(noise: Noise, workload: Workload, **run: Any) -> Candidate:
-    factorization = _factorize(noise, workload, run)
-    plan = Plan.make(**run, noise=factorization)
-    error = factorization.error(workload, run["steps"])
-    return Candidate(noise, factorization, plan, plan.noise_scale / plan.batch_size * error)
-
-
 def _factorize(noise: Noise, workload: Workload, run: dict[str, Any]) -> Factorization:
+    workload.check(run["steps"])
     return noise.factorize(workload, run["steps"], run["records"] // run["batch_size"])

@@ -50,9 +50,8 @@ class Factorization(Protocol):
     def buffers(self) -> int:
         """Vectors of the size of the model that the stream keeps."""
 
-    @property
-    def monotone(self) -> bool:
-        """Does forgetting the past never raise the sensitivity? (See `stream.Stream.restart`.)"""
+    def non_negative(self, n: int) -> bool:
+        """Is C ≥ 0? Then forgetting the past never raises the sensitivity (see `stream.Stream.restart`)."""
 
     def materialize(self, n: int) -> Array:
         """C as an n x n matrix."""
@@ -95,8 +94,7 @@ class Toeplitz:
     def buffers(self) -> int:
         return len(self.c) - 1
 
-    @property
-    def monotone(self) -> bool:
+    def non_negative(self, n: int) -> bool:
         return min(self.c) >= 0
 
     @cached_property
@@ -158,9 +156,8 @@ class InverseToeplitz:
     def buffers(self) -> int:
         return 0 if len(self.d) <= REGENERATED else len(self.d) - 1
 
-    @property
-    def monotone(self) -> bool:
-        return max(self.d[1:], default=0.0) <= 0  # then c = 1/d is non-negative
+    def non_negative(self, n: int) -> bool:
+        return bool(self.coefficients(n).min() >= 0)
 
     def coefficients(self, n: int) -> Array:
         return quotient([1.0], self.d, n)
@@ -203,8 +200,7 @@ class Buffered:
     def buffers(self) -> int:
         return len(self.poles)
 
-    @property
-    def monotone(self) -> bool:
+    def non_negative(self, n: int) -> bool:
         return min(*self.weights, *self.poles) >= 0
 
     @cached_property
@@ -262,8 +258,7 @@ class BandedMatrix:
     def buffers(self) -> int:
         return self.bands - 1
 
-    @property
-    def monotone(self) -> bool:
+    def non_negative(self, n: int) -> bool:
         return bool((self.diagonals >= 0).all())
 
     def materialize(self, n: int) -> Array:

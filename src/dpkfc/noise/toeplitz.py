@@ -33,7 +33,7 @@ class BandedSquareRoot:
 
     def factorize(self, workload: Workload, n: int, separation: int) -> Factorization:
         c = power(*workload.generating_function(), 0.5, _bands(self.bands, n))
-        return Toeplitz(f"banded square root, {len(c)} bands", tuple(c.tolist()), n if self.normalise else None)
+        return Toeplitz(f"square root, {len(c)} bands", tuple(c.tolist()), n if self.normalise else None)
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class BandedToeplitz:
 
     def factorize(self, workload: Workload, n: int, separation: int) -> Factorization:
         c = optimal_coefficients(workload, n, _bands(self.bands, n))
-        return Toeplitz(f"optimised banded Toeplitz, {len(c)} bands", tuple(c.tolist()), n if self.normalise else None)
+        return Toeplitz(f"optimised Toeplitz, {len(c)} bands", tuple(c.tolist()), n if self.normalise else None)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class InverseSquareRoot:
 
     def factorize(self, workload: Workload, n: int, separation: int) -> Factorization:
         d = power(*workload.generating_function(), -0.5, _bands(self.bands, n))
-        return InverseToeplitz(f"banded inverse square root, {len(d)} bands", tuple(d.tolist()))
+        return InverseToeplitz(f"inverse square root, {len(d)} bands", tuple(d.tolist()))
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class LambdaCGD:
         participation = Participation.every(min(separation, n), n)
 
         def form(decay: float) -> InverseToeplitz:
-            return InverseToeplitz(f"anticorrelated with the step before, λ = {decay:.4g}", (1.0, -decay))
+            return InverseToeplitz(f"anticorrelated, λ = {decay:.4g}", (1.0, -decay))
 
         if self.decay is not None:
             if not 0 <= self.decay < 1:
@@ -99,7 +99,7 @@ class BufferedToeplitz:
         if self.buffers < 1:
             raise PrivacyError(f"buffers={self.buffers}: must be at least 1")
         participation = Participation.every(min(separation, n), n)
-        name = f"buffered linear Toeplitz, {self.buffers} buffer{'s' if self.buffers > 1 else ''}"
+        name = f"buffered Toeplitz, {self.buffers} buffer{'s' if self.buffers > 1 else ''}"
 
         def form(x: Array) -> Buffered:
             """c is non-negative and does not increase: 0 < λ < 1, 0 < ω, Σ ω < 1."""

@@ -125,7 +125,7 @@ class Workload:
         workload = Workload.sgd(
             group.get("momentum", 0.0),
             float(group.get("weight_decay", 0.0)),
-            lr=float(group["lr"]),
+            lr=_rate(group),
             nesterov=bool(group.get("nesterov", False)),
         )
         if not np.allclose(response, workload.coefficients(TRIED), rtol=1e-9, atol=1e-9):
@@ -137,10 +137,13 @@ class Workload:
 
     def coefficients(self, n: int) -> Array:
         """The first column of the Toeplitz matrix."""
-        numerator = self.generating_function()[0]
-        if self.denominator == (1.0,) and len(numerator) < n:
-            raise PrivacyError(f"the workload is given for {len(numerator)} steps; the run has {n}")
-        return quotient(numerator, self.denominator, n)
+        self.check(n)
+        return quotient(*self.generating_function(), n)
+
+    def check(self, n: int) -> None:
+        """Refuse a run that is longer than what was given."""
+        if self.numerator is not None and self.denominator == (1.0,) and len(self.numerator) < n:
+            raise PrivacyError(f"the workload is given for {len(self.numerator)} steps; the run has {n}")
 
     def generating_function(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         if self.numerator is None:
@@ -168,6 +171,11 @@ def _largest_group(optimizer: Optimizer) -> dict[str, Any]:
     return max(optimizer.param_groups, key=lambda g: sum(p.numel() for p in g["params"]))
 
 
+def _rate(group: dict[str, Any]) -> float:
+    """The learning rate, before any scheduler; a rate of 0 has no shape, so it counts as 1."""
+    return float(group.get("initial_lr", group["lr"])) or 1.0
+
+
 def impulse_response(optimizer: Optimizer, group: dict[str, Any], steps: int) -> Array | None:
     """How a single gradient of 1 moves a parameter over the `steps` steps from it on; None if that is not linear.
 
@@ -180,7 +188,7 @@ def impulse_response(optimizer: Optimizer, group: dict[str, Any], steps: int) ->
     def respond(impulse: float, at: int) -> Array:
         parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
         twin = type(optimizer)([parameter], **{k: optimizer.defaults[k] for k in accepted})
-        twin.param_groups[0].update({k: copy.deepcopy(v) for k, v in group.items() if k != "params"})
+        twin.param_groups[0].update({k: copy.deepcopy(v) for k, v in group.items() if k != "params"}, lr=_rate(group))
         moved = []
         for step in range(at + steps):
             parameter.grad = torch.full_like(parameter, impulse if step == at else 0.0)

@@ -40,7 +40,7 @@ def ledger_tables(runs: list[LedgerRun], delta: float | None) -> Group:
                 Text(run.run_id),
                 run.started[:16].replace("T", " "),
                 f"{run.charged}/{run.mechanism.steps}",
-                f"{run.mechanism.sampling_rate:.4g}",
+                f"{run.mechanism.sampling_rate:.4g}" + _turns(run.mechanism),
                 f"{run.mechanism.noise_multiplier:.4g}",
                 epsilon((run.spent,)),
                 "closed" if run.closed else "open",
@@ -54,3 +54,7 @@ def ledger_tables(runs: list[LedgerRun], delta: float | None) -> Group:
 def upper(epsilon: float) -> str:
     """Three decimals, rounded up: what is printed is still an upper bound."""
     return f"{math.ceil(epsilon * 1000) / 1000:.3f}" if math.isfinite(epsilon) else "inf"
+
+
+def _turns(mechanism: Mechanism) -> str:
+    return f"\nevery {mechanism.cycle}" if mechanism.cycle > 1 else ""
