@@ -1,9 +1,9 @@
-"""What a normal number costs: the keyed stream beside torch's own generator, in one run.
+"""What noise costs, in one run: drawing it beside torch's own generator, correlating it, and planning it.
 
     python -m benchmarks.noise
 
-Both add noise to a vector of the given size, as a step does to the gradient; the best of several turns, taken in
-alternation, in nanoseconds a number.
+Every arm adds noise to a vector of the given size, as a step does to the gradient; the best of several turns, taken in
+alternation. Correlated noise is compared with drawing the same numbers alone.
 """
 
 from __future__ import annotations
@@ -11,14 +11,32 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from itertools import count
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+import dpkfc
+from dpkfc.noise.choose import Noise
 from dpkfc.noise.rng import add_normal_, first_key
+from dpkfc.noise.sensitivity import Participation
 
 SIZES = (100_000, 1_000_000, 10_000_000)
+PARAMETERS = 4_000_000
+WORKLOAD = dpkfc.Workload.sgd(momentum=0.9, weight_decay=0.001, coupled=False)
+STREAMS: dict[str, Noise] = {
+    "independent": dpkfc.Independent(),
+    **{f"square root, {p} bands": dpkfc.BandedSquareRoot(p) for p in (2, 4, 8, 16, 32)},
+    "anticorrelated, regenerated": dpkfc.LambdaCGD(),
+    "inverse square root, 4 bands, regenerated": dpkfc.InverseSquareRoot(4),
+    "buffered, 2 buffers": dpkfc.BufferedToeplitz(2),
+}
+PLANS: list[tuple[str, Noise, int]] = [
+    *(("square root, 100 bands", dpkfc.BandedSquareRoot(100), n) for n in (10_000, 100_000, 1_000_000)),
+    ("optimised Toeplitz, 100 bands", dpkfc.BandedToeplitz(100), 2000),
+    ("buffered, 2 buffers", dpkfc.BufferedToeplitz(2), 2000),
+]
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -27,17 +45,43 @@ def seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def compare(size: int, turns: int) -> tuple[float, float]:
-    """Best seconds of the keyed stream and of `torch.normal_`."""
-    target, key, generator = torch.zeros(size), first_key(0), torch.Generator().manual_seed(0)
-    arms = [
-        lambda: add_normal_([target], key, 0.5),
-        lambda: target.add_(torch.empty(size).normal_(generator=generator), alpha=0.5),
-    ]
+def alternate(arms: list[Callable[[], object]], turns: int) -> list[float]:
+    """Best seconds of each arm."""
     for arm in arms:
         arm()
     rounds = [[seconds(arm) for arm in arms] for _ in range(turns)]
-    return min(r[0] for r in rounds), min(r[1] for r in rounds)
+    return [min(times) for times in zip(*rounds, strict=True)]
+
+
+def drawing(size: int, turns: int) -> tuple[float, float]:
+    """The keyed stream, and `torch.normal_`."""
+    target, key, generator = torch.zeros(size), first_key(0), torch.Generator().manual_seed(0)
+    ours, theirs = alternate(
+        [
+            lambda: add_normal_([target], key, 0.5),
+            lambda: target.add_(torch.empty(size).normal_(generator=generator), alpha=0.5),
+        ],
+        turns,
+    )
+    return ours, theirs
+
+
+def step(noise: Noise, size: int) -> Callable[[], object]:
+    """One more step of the stream, each time it is called."""
+    stream, steps = noise.factorize(WORKLOAD, 1000, 200).stream(size), count()
+    target, key = torch.zeros(size), first_key(0)
+    return lambda: stream.add_([target], key, 0.5, next(steps))
+
+
+def plan(noise: Noise, n: int, separation: int) -> Callable[[], object]:
+    """Coefficients, sensitivity and error for n steps."""
+
+    def arm() -> None:
+        matrix = noise.factorize(WORKLOAD, n, separation)
+        matrix.sensitivity(n, Participation.every(separation, n))
+        matrix.error(WORKLOAD, n)
+
+    return arm
 
 
 def main() -> None:
@@ -46,11 +90,28 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    table = Table("numbers", "keyed stream, ns each", "torch normal_, ns each", "ratio")
+    console = Console()
+    table = Table("numbers", "keyed stream, ns each", "torch normal_, ns each", "ratio", title="Drawing")
     for size in SIZES:
-        ours, theirs = compare(size, options.turns)
+        ours, theirs = drawing(size, options.turns)
         table.add_row(f"{size:,}", f"{ours / size * 1e9:.2f}", f"{theirs / size * 1e9:.2f}", f"{ours / theirs:.2f}")
-    Console().print(table)
+    console.print(table)
+
+    arms = {"torch normal_ alone": dpkfc.Independent(), **STREAMS}
+    target, generator = torch.zeros(PARAMETERS), torch.Generator().manual_seed(0)
+    steps = [step(noise, PARAMETERS) for noise in arms.values()]
+    steps[0] = lambda: target.add_(torch.empty(PARAMETERS).normal_(generator=generator))
+    times = alternate(steps, options.turns)
+    table = Table("noise", "ms a step", "relative to drawing", title=f"A step of noise for {PARAMETERS:,} parameters")
+    for name, time_ in zip(arms, times, strict=True):
+        table.add_row(name, f"{time_ * 1e3:.1f}", f"{time_ / times[1]:.2f}")
+    console.print(table)
+
+    table = Table("plan", "steps", "seconds", title="Coefficients, sensitivity and error")
+    for name, noise, n in PLANS:
+        (time_,) = alternate([plan(noise, n, 100)], 3)
+        table.add_row(name, f"{n:,}", f"{time_:.3f}")
+    console.print(table)
 
 
 if __name__ == "__main__":

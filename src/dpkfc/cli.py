@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +41,8 @@ def dpkfc() -> None:
     [cyan]dpkfc plan 60000[/cyan]           what noise a run needs, and which kind disturbs the model least
 
     [cyan]dpkfc ledger privacy.db[/cyan]    what was spent on which data set
+
+    [cyan]dpkfc reproduce bsr-error[/cyan]  the error of correlated noise: tables and a figure
     """
 
 
@@ -124,3 +127,27 @@ def ledger(
     [cyan]dpkfc ledger privacy.db --delta 1e-6[/cyan]
     """
     Console().print(ledger_tables(read(path), delta))
+
+
+EXPERIMENTS = {"bsr-error": "dpkfc.experiments.bsr_error"}
+
+
+@app.command()
+def reproduce(
+    name: Annotated[str, typer.Argument(help=f"The experiment: {', '.join(EXPERIMENTS)}.", show_default=False)],
+    quick: Annotated[bool, typer.Option("--quick", help="A small part of it, in seconds.")] = False,
+    out: Annotated[Path | None, typer.Option(help="The folder for results.", show_default="results/NAME")] = None,
+) -> None:
+    """Run a published comparison again: print its tables, write them and its figure.
+
+    A run that was interrupted continues where it stopped.
+
+    [bold]Examples[/bold]
+
+    [cyan]dpkfc reproduce bsr-error --quick[/cyan]
+
+    [cyan]dpkfc reproduce bsr-error --out results/bsr-error[/cyan]
+    """
+    if name not in EXPERIMENTS:
+        raise PrivacyError(f"{name!r} is not an experiment: choose from {', '.join(EXPERIMENTS)}")
+    import_module(EXPERIMENTS[name]).run(out or Path("results") / name, quick, Console())

@@ -119,9 +119,10 @@ def choose(
 
 
 WHY_NOT = (
-    "{}, but correlated noise cancels only if later gradients reach the parameters on the same scale: rescaling every "
-    "step at random makes its error many times larger (docs/correlated-noise.md). Privacy is not affected. Use "
-    "torch.optim.SGD, or Independent() noise"
+    "{}, but correlated noise cancels only if later gradients reach the parameters on the same scale. Privacy is not "
+    "affected, but the gain is: the error of 16 optimised bands, .43 of that of independent noise with SGD, was .84 "
+    "with Adam and 5.4 with coordinates rescaled at random in every step; that of 2 buffers .45, 1.7 and 11 (`dpkfc "
+    "reproduce rescaling`). Use torch.optim.SGD, or Independent() noise"
 )
 
 

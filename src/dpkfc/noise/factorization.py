@@ -26,7 +26,7 @@ from scipy.signal import lfilter
 
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.sensitivity import DENSE, Participation, Sensitivity, of_columns, of_gram, of_toeplitz
-from dpkfc.noise.series import Array, lower_toeplitz, quotient
+from dpkfc.noise.series import Array, filtered, lower_toeplitz, quotient
 from dpkfc.noise.stream import Regenerated, Ring, States, Stream
 from dpkfc.noise.workload import Workload
 
@@ -131,7 +131,7 @@ class Toeplitz:
             return _rms(_from_the_right([1.0], self.c, workload.materialize(n) * scales))
         a = workload.coefficients(n)
         first = n if self.normalised_for is None else max(0, n - self.bands + 1)  # rows with nothing scaled down
-        squares = _toeplitz_squares(lfilter([1.0], self.c, a)[:first])
+        squares = _toeplitz_squares(filtered([1.0], self.c, a)[:first])
         if first < n:
             rows = np.array([np.concatenate([a[: t + 1][::-1], np.zeros(n - t - 1)]) for t in range(first, n)])
             rows[:, first:] *= [self.scale(t) for t in range(first, n)]
@@ -174,7 +174,7 @@ class InverseToeplitz:
     def error(self, workload: Workload, n: int) -> float:
         if workload.matrix is not None:
             return _rms(_from_the_right(self.d, [1.0], workload.materialize(n)))
-        return _toeplitz_rms(lfilter(self.d, [1.0], workload.coefficients(n)))
+        return _toeplitz_rms(filtered(self.d, [1.0], workload.coefficients(n)))
 
     def stream(self, size: int) -> Stream:
         if len(self.d) <= REGENERATED:
@@ -233,7 +233,7 @@ class Buffered:
         p, q = self.fraction
         if workload.matrix is not None:
             return _rms(_from_the_right(q, p, workload.materialize(n)))
-        return _toeplitz_rms(lfilter(q, p, workload.coefficients(n)))
+        return _toeplitz_rms(filtered(q, p, workload.coefficients(n)))
 
     def stream(self, size: int) -> Stream:
         return States(size, np.array(self.weights), np.array(self.poles))

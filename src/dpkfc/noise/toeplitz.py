@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import minimize, minimize_scalar
-from scipy.signal import lfilter
 
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.factorization import Buffered, Factorization, InverseToeplitz, Toeplitz
 from dpkfc.noise.sensitivity import Participation
-from dpkfc.noise.series import Array, power, quotient
+from dpkfc.noise.series import Array, filtered, power, quotient
 from dpkfc.noise.workload import Workload
 
 
@@ -140,12 +139,12 @@ def optimal_coefficients(workload: Workload, n: int, bands: int) -> Array:
 
     def objective(tail: Array) -> tuple[float, Array]:
         c = np.concatenate([[1.0], tail])
-        b = lfilter([1.0], c, a)
+        b = filtered([1.0], c, a)
         weighted = remaining * b
         squares = float(weighted @ b)
         if not np.isfinite(squares):
             return 1e300, np.zeros_like(tail)
-        h = lfilter([1.0], c, b)
+        h = filtered([1.0], c, b)
         gradient = np.array([-2 * (weighted[i:] @ h[: n - i]) for i in range(1, bands)])
         return float(np.log(squares) + np.log(c @ c)), gradient / squares + 2 * tail / (c @ c)
 
