@@ -1,4 +1,4 @@
-"""The command line: what `dpkfc ledger` prints, and how errors look."""
+"""The command line: what `dpkfc ledger` and `dpkfc plan` print, and how errors look."""
 
 from __future__ import annotations
 
@@ -154,3 +154,38 @@ def test_a_narrow_terminal_still_shows_the_total_on_one_line() -> None:
 )
 def test_epsilon_is_rounded_up(epsilon: float, text: str) -> None:
     assert upper(epsilon) == text
+
+
+def test_a_correlated_run_shows_how_often_a_record_may_join() -> None:
+    mechanism = Mechanism(0.25, 1.0, 40, True, 4)
+    runs = [LedgerRun("r", "people", mechanism, 40, STARTED, False)]
+    assert "every 4" in shown(runs, 1e-5) and f"{upper(epsilon_spent([mechanism], 1e-5))}" in shown(runs, 1e-5)
+
+
+def test_plan_compares_noises_and_states_the_privacy_of_the_best() -> None:
+    options = ("--batch-size", 50, "--epochs", 2, "--epsilon", 6, "--max-buffers", 3)
+    code, text, _ = run("plan", 1000, *options)
+    assert code == 0
+    rows = [line for line in text.splitlines() if re.search(r"(Poisson|in turn) .* \d\.\d{3}\s*$", line)]
+    errors = [float(line.split()[-1]) for line in rows]
+    (chosen,) = [line for line in rows if line.strip().startswith(">")]
+    assert len(rows) == 10 and errors[0] == 1.0 and float(chosen.split()[-1]) <= 1.01 * min(errors) < 0.95
+    assert "anticorrelated" in chosen  # within 1 % of the best, and without buffers
+    assert "6 after all 40 steps" in text and "add or remove one record" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0,), "0 records"),
+        ((100,), "batch_size=256 exceeds"),
+        ((1000, "--momentum", 1), "momentum=1.0"),
+        ((1000, "--epsilon", -1), "epsilon=-1.0"),
+        ((1000, "--clip", 0), "clip=0.0"),
+        ((1000, "--max-buffers", -1), "max_buffers=-1"),
+        ((1000, "--weight-decay", 100), "weight_decay=100.0"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(arguments: tuple[object, ...], message: str) -> None:
+    code, _, errors = run("plan", *arguments)
+    assert code == 2 and message in errors and len(errors.splitlines()) == 1

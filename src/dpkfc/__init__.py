@@ -17,6 +17,7 @@ from dpkfc.geometry.probes.public import Hybrid, Oracle, PublicData
 from dpkfc.geometry.probes.tabular import Tabular
 from dpkfc.geometry.probes.tokens import Tokens
 from dpkfc.losses import mean_over_records
+from dpkfc.noise.banded import Banded
 from dpkfc.noise.choose import Auto
 from dpkfc.noise.independent import Independent
 from dpkfc.noise.toeplitz import (
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "KFC",
     "Auto",
+    "Banded",
     "BandedSquareRoot",
     "BandedToeplitz",
     "BufferedToeplitz",

@@ -129,7 +129,7 @@ def ledger(
     Console().print(ledger_tables(read(path), delta))
 
 
-EXPERIMENTS = {"bsr-error": "dpkfc.experiments.bsr_error"}
+EXPERIMENTS = {"bsr-error": "dpkfc.experiments.bsr_error", "rescaling": "dpkfc.experiments.rescaling"}
 
 
 @app.command()

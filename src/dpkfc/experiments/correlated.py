@@ -18,20 +18,22 @@ NOISES = {
     "square root": {"name": "BandedSquareRoot", "bands": BANDS},
     "optimised": {"name": "BandedToeplitz", "bands": BANDS},
 }
-GEOMETRIES = {"dp-sgd": None, "dp-kfc": PAPER | {"probe": BRIGHT["centred"], "rank": 32}}
+KFC = PAPER | {"probe": BRIGHT["centred"], "rank": 32}
+EVERY = {"little noise": 50, "much noise": 10}  # refreshes of the geometry, for 704 steps and for 59
 RATES = {
-    ("little noise", "dp-sgd"): (0.32, 0.64, 0.16),
-    ("little noise", "dp-kfc"): (0.08, 0.04, 0.16),
-    ("much noise", "dp-sgd"): (0.64, 0.32, 1.28),
-    ("much noise", "dp-kfc"): (0.16, 0.08, 0.32),
+    ("little noise", "dp-sgd"): (0.32, 0.64, 0.16, 1.28),
+    ("little noise", "dp-kfc"): (0.08, 0.04, 0.16, 0.32),
+    ("much noise", "dp-sgd"): (0.64, 0.32, 1.28, 2.56),
+    ("much noise", "dp-kfc"): (0.32, 0.16, 0.64, 1.28),
 }
 
 
 def grid(task: str) -> Grid:
     """The same learning rates for every noise."""
+    geometries = {"dp-sgd": None, "dp-kfc": KFC | {"every": EVERY[task]}}
     return {
         f"{geometry}, {noise}": [{"lr": lr, "geometry": map_, "noise": options} for lr in RATES[task, geometry]]
-        for geometry, map_ in GEOMETRIES.items()
+        for geometry, map_ in geometries.items()
         for noise, options in NOISES.items()
     }
 

@@ -48,24 +48,25 @@ class Banded:
         return BandedMatrix(f"approximately optimal, {len(diagonals)} bands", diagonals)
 
 
-def optimal_diagonals(workload: Workload, n: int, bands: int) -> Array:
-    """C by its diagonals, ``C[t+j, t]`` at j, t; to about 1e-4 of the least error.
+def optimal_diagonals(workload: Workload, n: int, bands: int, tolerance: float = 2e-7) -> Array:
+    """C by its diagonals, ``C[t+j, t]`` at j, t; its error is within about 1e-4 of the least.
 
     L-BFGS on ``log F``, ``F = ‖A C⁻¹‖_F²`` with ``C[:, t] = X[:, t] / ‖X[:, t]‖``, from the best Toeplitz matrix if
     there is one. Changes of column t weigh as much as d_t, the multiplier of S_tt = 1. To even them out, X starts with
     columns of norm √d_t, where ``d_t = -½ ⟨C, ∂F/∂C⟩_t``: at the solution, ``∂F/∂C = -2 C S⁻¹AᵀAS⁻¹``, and the entries
     of S⁻¹AᵀAS⁻¹ in the band are d_t on the diagonal and 0 beside it.
     """
-    if bands == n:
-        return _unbanded(_matrix(workload, n), 1e-7)
-    if workload.numerator is not None:
-        start = np.repeat(optimal_coefficients(workload, n, bands)[:, None], n, axis=1)
+    if bands < n and workload.numerator is not None:
+        start, bound = np.repeat(optimal_coefficients(workload, n, bands)[:, None], n, axis=1), 0.0
     else:
-        start = _unbanded(_matrix(workload, n), 1e-2)[:bands]
+        start, bound = _unbanded(_matrix(workload, n), tolerance if bands == n else 1e-2)
+        start = start[:bands]
     inside = np.add.outer(np.arange(bands), np.arange(n)) < n
     start *= inside / np.linalg.norm(start * inside, axis=0)
     error = squared_error(workload, n, bands)
     at_start, slope = error(start)
+    if at_start < bound * (1 + 1e-4):
+        return start
     multipliers = -(start * slope).sum(axis=0) / 2
     start *= np.sqrt(np.maximum(multipliers / multipliers.mean(), 1e-4))
 
@@ -78,8 +79,9 @@ def optimal_diagonals(workload: Workload, n: int, bands: int) -> Array:
         gradient -= c * (c * gradient).sum(axis=0)
         return float(np.log(squares / at_start)), (gradient / (norms * squares)).ravel()
 
+    options = {"ftol": tolerance, "gtol": 0.0, "maxiter": 5000, "maxfun": 6000}
     with np.errstate(over="ignore", invalid="ignore"):
-        found = minimize(objective, start.ravel(), jac=True, method="L-BFGS-B", options={"ftol": 2e-7, "maxiter": 2000})
+        found = minimize(objective, start.ravel(), jac=True, method="L-BFGS-B", options=options)
     c = found.x.reshape(bands, n)
     c /= np.linalg.norm(c, axis=0)
     signs = np.sign(c[0])  # those of rows do not matter to S
@@ -162,13 +164,14 @@ def _inverse(workload: Workload, n: int) -> Array:
     return np.broadcast_to(diagonals[:kept], (kept, n))
 
 
-def _unbanded(a: Array, tolerance: float) -> Array:
-    """The diagonals of the best C with all n bands, by the dual problem, which has but n variables d > 0:
+def _unbanded(a: Array, tolerance: float) -> tuple[Array, float]:
+    """The diagonals of C with all n bands and a lower bound of F, by the dual problem in but n variables d > 0:
 
         maximise ``2 tr R - Σ_t d_t``,  R = (D^½ AᵀA D^½)^½.
 
-    Its gradient is ``S_tt - 1`` with ``S = D^-½ R D^-½``, so at the maximum S is the solution. The variables are
-    log d in units that make the Hessian about 1.
+    Its gradient is ``S_tt - 1`` with ``S = D^-½ R D^-½``. So at the maximum S is the solution, and the maximum is F;
+    short of it there is a bound, and S may be far off if A is nearly singular. The variables are log d in units that
+    make the Hessian about 1.
     """
     m = a.T @ a
     m[np.diag_indices_from(m)] += 1e-12 * np.trace(m) / len(m)
@@ -190,7 +193,9 @@ def _unbanded(a: Array, tolerance: float) -> Array:
     d = start * np.exp(found.x / unit)
     s = root(d) / np.sqrt(np.outer(d, d))
     s /= np.sqrt(np.outer(np.diag(s), np.diag(s)))
-    return _diagonals(np.asarray(np.linalg.cholesky(s[::-1, ::-1]).T[::-1, ::-1], dtype=float))
+    return _diagonals(np.asarray(np.linalg.cholesky(s[::-1, ::-1]).T[::-1, ::-1], dtype=float)), -float(
+        found.fun
+    ) * start.sum()
 
 
 def _diagonals(matrix: Array) -> Array:

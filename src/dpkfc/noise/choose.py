@@ -74,9 +74,15 @@ def evaluate(noise: Noise, workload: Workload, **run: Any) -> Candidate:
 
 
 def best(found: list[Candidate]) -> Candidate:
-    """The least error; independent noise, the first of them, if nothing is clearly better."""
-    least = min(found, key=lambda candidate: candidate.rmse)
-    return least if least.rmse < WORTH_IT * found[0].rmse else found[0]
+    """The least error, and of those within 1 % of it the one with the fewest buffers.
+
+    If nothing is clearly better than independent noise, the first of them, that is kept.
+    """
+    least = min(candidate.rmse for candidate in found)
+    if least >= WORTH_IT * found[0].rmse:
+        return found[0]
+    close = [candidate for candidate in found if candidate.rmse <= 1.01 * least]
+    return min(close, key=lambda candidate: (candidate.factorization.buffers, candidate.rmse))
 
 
 def choose(

@@ -119,7 +119,12 @@ class Toeplitz:
         if self.normalised_for is not None:
             norms = np.full(n, self.column_norm(n))
             exact = of_columns(norms, self.bands, participation)
-            return exact if exact is not None else of_gram(self.materialize(n), participation)
+            if exact is None and n > DENSE:
+                raise PrivacyError(
+                    f"{self.name}: normalised columns that overlap have no known sensitivity for {n} steps. Use at "
+                    f"most {participation.separation} bands, or normalise=False"
+                )
+            return exact or of_gram(self.materialize(n), participation)
         norms = np.sqrt(self._sums[np.minimum(np.arange(n, 0, -1), self.bands) - 1])
         exact = of_columns(norms, self.bands, participation)
         return exact if exact is not None else _of_toeplitz(quotient(self.c, [1.0], n), participation)

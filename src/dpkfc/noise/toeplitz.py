@@ -24,6 +24,8 @@ class BandedSquareRoot:
     """BSR (Kalinin & Lampert, 2024): the first `bands` coefficients of the square root C of the workload, C² = A.
 
     Closed form, ready in no time for any number of steps. The workload is that of the optimizer unless given.
+    `normalise` scales up the columns that the end of the run cuts short, if bands do not overlap: up to 1.5 % less
+    error.
     """
 
     bands: int = 16
@@ -32,7 +34,7 @@ class BandedSquareRoot:
 
     def factorize(self, workload: Workload, n: int, separation: int) -> Factorization:
         c = power(*workload.generating_function(), 0.5, _bands(self.bands, n))
-        return Toeplitz(f"square root, {len(c)} bands", tuple(c.tolist()), n if self.normalise else None)
+        return _toeplitz(f"square root, {len(c)} bands", c, n, self.normalise and len(c) <= separation)
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class BandedToeplitz:
 
     def factorize(self, workload: Workload, n: int, separation: int) -> Factorization:
         c = optimal_coefficients(workload, n, _bands(self.bands, n))
-        return Toeplitz(f"optimised Toeplitz, {len(c)} bands", tuple(c.tolist()), n if self.normalise else None)
+        return _toeplitz(f"optimised Toeplitz, {len(c)} bands", c, n, self.normalise and len(c) <= separation)
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,10 @@ def optimal_coefficients(workload: Workload, n: int, bands: int) -> Array:
     with np.errstate(over="ignore", invalid="ignore"):
         found = minimize(objective, start[1:], jac=True, method="L-BFGS-B", options={"maxcor": 20})
     return np.asarray(np.concatenate([[1.0], found.x]))
+
+
+def _toeplitz(name: str, c: Array, n: int, normalise: bool) -> Toeplitz:
+    return Toeplitz(name, tuple(c.tolist()), n if normalise else None)
 
 
 def _cost(form: Factorization, workload: Workload, n: int, participation: Participation) -> float:

@@ -15,7 +15,7 @@ def noise_table(found: Sequence[Candidate], chosen: Candidate, workload: str) ->
     """Every candidate with its error in the parameters relative to the first, independent one; the chosen is marked."""
     title = f"Noise at the same epsilon, for {workload}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True)
-    table.add_column("", width=1)
+    table.add_column("", no_wrap=True)
     table.add_column("noise")
     table.add_column("sampling")
     for heading in ("multiplier", "sensitivity", "buffers", "error"):
