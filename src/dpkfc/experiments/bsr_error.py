@@ -217,7 +217,7 @@ def plot(cases: Sequence[Case], results: Mapping[Case, Row], file: Path) -> None
 
     figure, panels = plt.subplots(2, 2, figsize=(10, 8), layout="constrained")
     for panel, (alpha, beta) in zip(panels.flat, SETTINGS, strict=True):
-        inset = panel.inset_axes((0.1, 0.52, 0.42, 0.42))
+        inset = panel.inset_axes((0.08, 0.58, 0.36, 0.37))
         for method, style in STYLES.items():
             shown = [case for case in cases if (case.alpha, case.beta, case.method) == (alpha, beta, method)]
             for axes in (panel, inset) if method in ("BSR", "AOF") else (panel,):

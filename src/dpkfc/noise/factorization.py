@@ -103,37 +103,44 @@ class Toeplitz:
 
     def scale(self, t: int) -> float:
         """S_t."""
+        _within(self.steps, t + 1)
         if self.normalised_for is None or t + self.bands <= self.normalised_for:
             return 1.0
         return float(np.sqrt(self._sums[self.normalised_for - t - 1] / self._sums[-1]))
 
+    def _scales(self, n: int) -> Array:
+        _within(self.steps, n)
+        scales = np.ones(n)
+        for t in range(max(0, (self.normalised_for or n) - self.bands), n):
+            scales[t] = self.scale(t)
+        return scales
+
+    def _column_norms(self, n: int) -> Array:
+        return np.asarray(np.sqrt(self._sums[np.minimum(np.arange(n, 0, -1), self.bands) - 1]) / self._scales(n))
+
     def materialize(self, n: int) -> Array:
-        scales = np.array([self.scale(t) for t in range(n)])
-        return np.asarray(lower_toeplitz(np.array(self.c), n) / scales)
+        return np.asarray(lower_toeplitz(np.array(self.c), n) / self._scales(n))
 
     def column_norm(self, n: int) -> float:
-        return float(np.sqrt(self._sums[-1 if self.normalised_for else min(n, self.bands) - 1]))
+        return float(self._column_norms(n).max())
 
     def sensitivity(self, n: int, participation: Participation) -> Sensitivity:
-        _within(self.steps, n)
-        if self.normalised_for is not None:
-            norms = np.full(n, self.column_norm(n))
-            exact = of_columns(norms, self.bands, participation)
-            if exact is None and n > DENSE:
-                raise PrivacyError(
-                    f"{self.name}: normalised columns that overlap have no known sensitivity for {n} steps. Use at "
-                    f"most {participation.separation} bands, or normalise=False"
-                )
-            return exact or of_gram(self.materialize(n), participation)
-        norms = np.sqrt(self._sums[np.minimum(np.arange(n, 0, -1), self.bands) - 1])
-        exact = of_columns(norms, self.bands, participation)
-        return exact if exact is not None else _of_toeplitz(quotient(self.c, [1.0], n), participation)
+        exact = of_columns(self._column_norms(n), self.bands, participation)
+        if exact is not None:
+            return exact
+        if self.normalised_for is None:
+            return _of_toeplitz(quotient(self.c, [1.0], n), participation)
+        if n > DENSE:
+            raise PrivacyError(
+                f"{self.name}: normalised columns that overlap have no known sensitivity for {n} steps. Use at most "
+                f"{participation.separation} bands, or normalise=False"
+            )
+        return of_gram(self.materialize(n), participation)
 
     def error(self, workload: Workload, n: int) -> float:
         _within(self.steps, n)
         if workload.matrix is not None:
-            scales = np.array([self.scale(t) for t in range(n)])
-            return _rms(_from_the_right([1.0], self.c, workload.materialize(n) * scales))
+            return _rms(_from_the_right([1.0], self.c, workload.materialize(n) * self._scales(n)))
         a = workload.coefficients(n)
         first = n if self.normalised_for is None else max(0, n - self.bands + 1)  # rows with nothing scaled down
         squares = _toeplitz_squares(filtered([1.0], self.c, a)[:first])
@@ -287,6 +294,7 @@ class BandedMatrix:
 
     def stream(self, size: int) -> Stream:
         def row(t: int) -> tuple[float, Array]:
+            _within(self.steps, t + 1)
             lags = np.zeros(self.bands - 1)
             for j in range(1, min(self.bands, t + 1)):
                 lags[j - 1] = -self.diagonals[j, t - j] / self.diagonals[0, t]

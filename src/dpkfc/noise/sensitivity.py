@@ -57,7 +57,7 @@ def heaviest_pattern(weights: Array, participation: Participation) -> float:
         return float(weights[::b][: participation.times].sum())
     best = np.zeros(n + 1)  # best[t]: with the steps before t, and so far many participations
     for _ in range(participation.within(n).times):
-        before = np.concatenate([np.zeros(min(b, n)), best[1 : n - b + 1]])
+        before = np.concatenate([np.zeros(min(b, n)), best[1 : max(0, n - b) + 1]])
         best = np.maximum(best, np.concatenate([[0.0], np.maximum.accumulate(weights + before)]))
     return float(best[-1])
 
@@ -102,7 +102,7 @@ def of_gram(matrix: Array, participation: Participation) -> Sensitivity:
     for s in range(n):
         others = gram[s].copy()
         others[max(0, s - b + 1) : s + b] = 0  # too close to s
-        others[s] = gram[s].sum() + 1  # larger than all the rest: s is in the pattern
+        others[s] = 2 * gram[s].sum()  # larger than all the rest: s is in the pattern
         rows[s] = heaviest_pattern(others, participation) - others[s] + gram[s, s]
     bound = heaviest_pattern(rows, participation)
     earliest = np.arange(participation.within(n).times) * b

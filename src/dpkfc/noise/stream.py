@@ -62,9 +62,10 @@ class Ring:
             self.restart()
         self._next = _after(step, self._next)
         lead, lags = self._row(step)
-        if not len(self._past):
+        if not len(self._past):  # independent noise, for sums of any size
             add_normal_(sums, key, scale * lead * self._gain(step))
         else:
+            _check_size(sums, self._past.shape[1])
             add_lanes_(sums, self._lanes(key, step, lead, lags), scale * self._gain(step))
 
     def _lanes(self, key: bytes, step: int, lead: float, lags: Array) -> Iterator[Tensor]:
@@ -106,6 +107,7 @@ class Regenerated:
     def add_(self, sums: list[Tensor], key: bytes, scale: float, step: int) -> None:
         if step > self._next:
             self.restart()
+        _check_size(sums, self._size)
         self._next = _after(step, self._next)
         self._keys = [key, *self._keys][: len(self._d)]
         for coefficient, old in zip(self._d, self._keys, strict=False):
@@ -116,9 +118,11 @@ class Regenerated:
         self._keys = []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"keys": [key.hex() for key in self._keys], "next": self._next}
+        return {"keys": [key.hex() for key in self._keys], "size": self._size, "next": self._next}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["size"] != self._size:
+            raise PrivacyError(f"the checkpoint holds noise for {state['size']} numbers, the run has {self._size}")
         self._keys = [bytes.fromhex(key) for key in state["keys"]]
         self._next = int(state["next"])
 
@@ -135,6 +139,7 @@ class States:
     def add_(self, sums: list[Tensor], key: bytes, scale: float, step: int) -> None:
         if step > self._next:
             self.restart()
+        _check_size(sums, self._past.shape[1])
         self._next = _after(step, self._next)
         add_lanes_(sums, self._lanes(key), scale)
 
@@ -156,6 +161,14 @@ class States:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._past.copy_(_same_shape(state["past"], self._past))
         self._next = int(state["next"])
+
+
+def _check_size(sums: list[Tensor], size: int) -> None:
+    if sum(tensor.numel() for tensor in sums) != size:
+        raise PrivacyError(
+            f"this noise is for {size} numbers, not for {sum(tensor.numel() for tensor in sums)}: the set of trainable "
+            "parameters must stay the same"
+        )
 
 
 def _after(step: int, expected: int) -> int:

@@ -107,6 +107,11 @@ class BufferedToeplitz:
             rates, shares = np.exp(-np.abs(x[: self.buffers])), np.exp(x[self.buffers :])
             return Buffered(name, tuple(shares / (1 + shares.sum())), tuple(1 - 0.9 * rates))
 
+        def as_streamed(found: Buffered) -> Buffered:
+            """The stream computes in float32; over many steps, poles close to 1 must be the very same numbers."""
+            weights, poles = (np.array(numbers, dtype=np.float32).tolist() for numbers in (found.weights, found.poles))
+            return Buffered(name, tuple(weights), tuple(poles))
+
         def cost(x: Array) -> float:
             return float(np.log(_cost(form(x), workload, n, participation)))
 
@@ -116,7 +121,7 @@ class BufferedToeplitz:
             tries.append(
                 minimize(cost, start, method="L-BFGS-B", bounds=[(0, 14)] * self.buffers + [(-14, 9)] * self.buffers)
             )
-        return form(min(tries, key=lambda found: found.fun).x)
+        return as_streamed(form(min(tries, key=lambda found: found.fun).x))
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,7 @@ def optimal_coefficients(workload: Workload, n: int, bands: int) -> Array:
         weighted = remaining * b
         squares = float(weighted @ b)
         if not np.isfinite(squares):
-            return 1e300, np.zeros_like(tail)
+            return 1e3, np.zeros_like(tail)  # too far; much more would lead the line search astray
         h = filtered([1.0], c, b)
         gradient = np.array([-2 * (weighted[i:] @ h[: n - i]) for i in range(1, bands)])
         return float(np.log(squares) + np.log(c @ c)), gradient / squares + 2 * tail / (c @ c)
@@ -155,7 +160,9 @@ def optimal_coefficients(workload: Workload, n: int, bands: int) -> Array:
     if bands == 1:
         return start
     with np.errstate(over="ignore", invalid="ignore"):
-        found = minimize(objective, start[1:], jac=True, method="L-BFGS-B", options={"maxcor": 20})
+        found = minimize(
+            objective, start[1:], jac=True, method="L-BFGS-B", options={"maxcor": 20, "ftol": 1e-10, "maxiter": 2000}
+        )
     return np.asarray(np.concatenate([[1.0], found.x]))
 
 

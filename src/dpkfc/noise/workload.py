@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ class Workload:
     name: str
     numerator: tuple[float, ...] | None
     denominator: tuple[float, ...] = (1.0,)
-    matrix: Callable[[int], Array] | None = field(default=None, compare=False)
+    matrix: Callable[[int], Array] | None = None
 
     @staticmethod
     def sgd(
@@ -64,6 +64,7 @@ class Workload:
             raise PrivacyError(f"lr={lr}, weight_decay={weight_decay}: need lr > 0 and 0 <= lr * weight_decay < 1")
         b, decay = momentum, lr * weight_decay
         numerator = np.array([1 + b, -b]) if nesterov else np.ones(1)
+        scale = numerator[0]
         if coupled:
             denominator = np.array([1.0, -1 - b, b])
             denominator[1 : 1 + len(numerator)] += decay * numerator
@@ -78,9 +79,8 @@ class Workload:
             name += ", learning-rate schedule"
 
             def matrix(n: int) -> Array:
-                return _sgd_with_schedule(_rates(schedule, n), b, decay, coupled, nesterov)
+                return np.asarray(_sgd_with_schedule(_rates(schedule, n), b, decay, coupled, nesterov) / scale)
 
-        scale = numerator[0]
         return Workload(name, tuple((numerator / scale).tolist()), tuple(denominator.tolist()), matrix)
 
     @staticmethod

@@ -1,0 +1,241 @@
+"""Streams against the dense C⁻¹ z."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dpkfc.errors import PrivacyError
+from dpkfc.noise.factorization import IDENTITY, BandedMatrix, Buffered, Factorization, InverseToeplitz, Toeplitz
+from dpkfc.noise.rng import LANE, add_normal_, first_key
+from dpkfc.noise.stream import Regenerated, Ring, Stream
+
+N = 12
+SHAPES: dict[str, list[tuple[int, ...]]] = {
+    "one number": [(1,)],
+    "less than a lane": [(3, 4), (5,), (2, 3, 2), ()],
+    "a lane": [(LANE,)],
+    "more than a lane": [(LANE // 2, 1), (LANE + 3,), (7, 11)],
+}
+
+
+def toeplitz(c: list[float], n: int) -> np.ndarray:
+    return sum((x * np.eye(n, k=-j) for j, x in enumerate(c) if j < n), np.zeros((n, n)))
+
+
+def all_forms(n: int) -> dict[str, tuple[Factorization, np.ndarray]]:
+    """For a run of n steps, each with its C."""
+    c, signed, d = [1.0, 0.8, 0.5, 0.3], [2.0, -1.0, 0.5], [1.0, -0.5, -0.2]
+    long_d = [0.8, -0.4, -0.1, 0.2, -0.05, -0.02]
+    normalised = toeplitz(c, n) / np.linalg.norm(toeplitz(c, n), axis=0) * np.linalg.norm(c)
+    buffered = toeplitz([1.0] + [0.4 * 0.99**k + 0.2 * 0.5**k for k in range(n)], n)
+    rng = np.random.default_rng(0)
+    diagonals = np.vstack([rng.uniform(1, 2, size=n), rng.uniform(-0.3, 0.45, size=(2, n))])
+    matrix = sum((np.diag(diagonals[j, : n - j], -j) for j in range(3)), np.zeros((n, n)))
+    return {
+        "identity": (IDENTITY, np.eye(n)),
+        "one band": (Toeplitz("", (2.0,)), 2 * np.eye(n)),
+        "Toeplitz": (Toeplitz("", tuple(c)), toeplitz(c, n)),
+        "Toeplitz, signed": (Toeplitz("", tuple(signed)), toeplitz(signed, n)),
+        "normalised": (Toeplitz("", tuple(c), n), normalised),
+        "inverse, regenerated": (InverseToeplitz("", tuple(d)), np.linalg.inv(toeplitz(d, n))),
+        "inverse, one band": (InverseToeplitz("", (0.5,)), 2 * np.eye(n)),
+        "inverse, in a ring": (InverseToeplitz("", tuple(long_d)), np.linalg.inv(toeplitz(long_d, n))),
+        "buffered": (Buffered("", (0.4, 0.2), (0.99, 0.5)), buffered),
+        "matrix": (BandedMatrix("", diagonals), matrix),
+    }
+
+
+FORMS = all_forms(N)
+forms = pytest.mark.parametrize(("form", "dense"), FORMS.values(), ids=FORMS.keys())
+WITH_BUFFERS = [name for name, (form, _) in FORMS.items() if form.buffers]
+
+
+def key(step: int) -> bytes:
+    return first_key(1000 + step)
+
+
+def normals(size: int, steps: list[int]) -> np.ndarray:
+    """z, one row a step."""
+    rows = [torch.zeros(size) for _ in steps]
+    for row, step in zip(rows, steps, strict=True):
+        add_normal_([row], key(step), 1.0)
+    return np.array([row.double().numpy() for row in rows])
+
+
+def draw(stream: Stream, size: int, steps: list[int]) -> np.ndarray:
+    """w, one row a step, in float64 sums that show every bit of it."""
+    rows = []
+    for step in steps:
+        row = torch.zeros(size, dtype=torch.float64)
+        stream.add_([row], key(step), 1.0, step)
+        rows.append(row.numpy())
+    return np.array(rows)
+
+
+def assert_close(got: np.ndarray, want: np.ndarray) -> None:
+    """To the rounding of float32 buffers."""
+    np.testing.assert_allclose(got, want, rtol=0, atol=4e-6 * np.abs(want).max())
+
+
+@forms
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_stream_is_the_inverse_times_z(
+    form: Factorization, dense: np.ndarray, shapes: list[tuple[int, ...]], dtype: torch.dtype
+) -> None:
+    """Added to what is there, in tensors of any shape."""
+    size, scale = sum(math.prod(shape) for shape in shapes), 2.5
+    n = N if size < 100 else 5
+    block = dense[:n, :n]
+    want = np.linalg.inv(block) @ normals(size, list(range(n)))
+    stream = form.stream(size)
+    for step in range(n):
+        sums = [torch.full(shape, float(i), dtype=dtype) for i, shape in enumerate(shapes)]
+        stream.add_(sums, key(step), scale, step)
+        added = [(tensor.double() - i).flatten() for i, tensor in enumerate(sums)]
+        assert [tensor.dtype for tensor in sums] == [dtype] * len(shapes)
+        np.testing.assert_allclose(torch.cat(added).numpy(), scale * want[step], rtol=0, atol=4e-6 * scale)
+
+
+@pytest.mark.parametrize("name", WITH_BUFFERS)
+def test_rounding_does_not_add_up(name: str) -> None:
+    """C w is z after many steps as after few."""
+    n, size = 300, 32
+    form, dense = all_forms(n)[name]
+    steps = list(range(n))
+    off = dense @ draw(form.stream(size), size, steps) - normals(size, steps)
+    assert np.abs(off).max() < 4e-6
+    assert off[-100:].std() < 2 * off[50:150].std() + 1e-9
+
+
+@forms
+def test_the_covariance_is_that_of_the_mechanism(form: Factorization, dense: np.ndarray) -> None:
+    """E[w wᵀ] = (CᵀC)⁻¹: each entry within 5 standard deviations of its estimate over independent coordinates."""
+    size = 60_000
+    w = draw(form.stream(size), size, list(range(N)))
+    want = np.linalg.inv(dense.T @ dense)
+    spread = np.sqrt((np.outer(np.diag(want), np.diag(want)) + want**2) / size)
+    assert (np.abs(w @ w.T / size - want) < 5 * spread).all()
+
+
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Through a file, as a checkpoint would be."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+@forms
+@pytest.mark.parametrize("at", [0, 1, 2, 7])
+def test_a_stream_continues_from_its_state_to_the_bit(form: Factorization, dense: np.ndarray, at: int) -> None:
+    size = 50
+    whole = draw(form.stream(size), size, list(range(N)))
+    first = form.stream(size)
+    draw(first, size, list(range(at)))
+    state = copied(first.state_dict())
+    draw(first, size, list(range(at, N)))  # what the old object goes on to do is of no consequence
+    second = form.stream(size)
+    second.load_state_dict(state)
+    assert np.array_equal(draw(second, size, list(range(at, N))), whole[at:])
+
+
+@forms
+def test_a_repeated_step_is_refused(form: Factorization, dense: np.ndarray) -> None:
+    """Also after loading, without adding anything, and without harm to what follows."""
+    size = 20
+    whole = draw(form.stream(size), size, list(range(N)))
+    stream, other = form.stream(size), form.stream(size)
+    draw(stream, size, [0, 1, 2])
+    other.load_state_dict(copied(stream.state_dict()))
+    for each in (stream, other):
+        for step in (2, 0):
+            sums = [torch.zeros(size)]
+            with pytest.raises(PrivacyError, match=f"noise of step {step} was asked for again"):
+                each.add_(sums, key(step), 1.0, step)
+            assert not sums[0].any()
+        assert np.array_equal(draw(each, size, list(range(3, N))), whole[3:])
+
+
+@forms
+@pytest.mark.parametrize(("before", "at"), [(3, 4), (3, 9), (1, 2), (0, 5)])
+def test_a_skipped_step_starts_afresh(form: Factorization, dense: np.ndarray, before: int, at: int) -> None:
+    """The noise is C⁻¹ z for the block-diagonal part of C."""
+    size, steps = 40, list(range(before)) + list(range(at, N))
+    block = dense[np.ix_(steps, steps)].copy()
+    block[before:, :before] = 0
+    got = draw(form.stream(size), size, steps)
+    assert_close(got, np.linalg.inv(block) @ normals(size, steps))
+
+
+@forms
+def test_restart_forgets_the_past(form: Factorization, dense: np.ndarray) -> None:
+    size, at = 40, 5
+    stream = form.stream(size)
+    block = dense.copy()
+    block[at:, :at] = 0
+    first = draw(stream, size, list(range(at)))
+    stream.restart()
+    got = np.vstack([first, draw(stream, size, list(range(at, N)))])
+    assert_close(got, np.linalg.inv(block) @ normals(size, list(range(N))))
+    with pytest.raises(PrivacyError, match="asked for again"):
+        stream.add_([torch.zeros(size)], key(0), 1.0, 0)
+
+
+@pytest.mark.parametrize("name", WITH_BUFFERS)
+def test_a_state_of_another_shape_is_refused(name: str) -> None:
+    stream = FORMS[name][0].stream(10)
+    state = stream.state_dict()
+    wrong: list[Tensor] = [torch.zeros(len(state["past"]), 11), torch.zeros(len(state["past"]) + 1, 10)]
+    for past in wrong:
+        with pytest.raises(PrivacyError, match=rf"buffers of shape \({len(past)}, {past.shape[1]}\), the run needs"):
+            stream.load_state_dict({**state, "past": past})
+
+
+@pytest.mark.parametrize("d", [[1.0, -0.9], [0.5, -0.4, 0.2], [1.0, -0.5, -0.2, -0.1]])
+def test_regeneration_is_the_ring_without_its_memory(d: list[float]) -> None:
+    size, steps = LANE + 9, list(range(6))
+    lags = np.array(d[1:])
+    ring = Ring(size, len(lags), lambda t: (d[0], lags), lambda t: 1.0, keeps="inputs")
+    regenerated = InverseToeplitz("", tuple(d)).stream(size)
+    assert isinstance(regenerated, Regenerated)
+    want = toeplitz(d, 6) @ normals(size, steps)
+    for stream in (ring, regenerated):
+        assert_close(draw(stream, size, steps), want)
+
+
+def test_only_the_keys_that_are_needed_are_kept() -> None:
+    """With three coefficients, those of two steps: older noise cannot be computed from a checkpoint."""
+    stream = InverseToeplitz("", (1.0, -0.5, -0.2)).stream(10)
+    draw(stream, 10, list(range(5)))
+    assert stream.state_dict()["keys"] == [key(4).hex(), key(3).hex()]
+
+
+@pytest.mark.parametrize("name", [name for name, (form, _) in FORMS.items() if form.bands != 1])
+@pytest.mark.parametrize("size", [9, 11])
+def test_sums_of_another_size_are_refused_before_anything_is_added(name: str, size: int) -> None:
+    """Too many numbers would leave some without noise."""
+    stream, sums = FORMS[name][0].stream(10), [torch.zeros(size)]
+    with pytest.raises(PrivacyError, match=f"for 10 numbers, not for {size}"):
+        stream.add_(sums, key(0), 1.0, 0)
+    assert not sums[0].any()
+
+
+def test_a_state_of_keys_for_another_size_is_refused() -> None:
+    form = FORMS["inverse, regenerated"][0]
+    with pytest.raises(PrivacyError, match="noise for 10 numbers, the run has 20"):
+        form.stream(20).load_state_dict(form.stream(10).state_dict())
+
+
+@pytest.mark.parametrize("name", ["normalised", "matrix"])
+def test_steps_beyond_what_the_matrix_was_made_for_are_refused(name: str) -> None:
+    with pytest.raises(PrivacyError, match=f"made for {N} steps"):
+        draw(FORMS[name][0].stream(3), 3, [*range(N), N])
