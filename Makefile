@@ -16,10 +16,11 @@ lint: $(VENV)/.lint
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 
-bench: $(VENV)/.bench  ## step time and memory beside ordinary training and Opacus; how time grows with size
+bench: $(VENV)/.bench  ## step time and memory beside ordinary training and Opacus; how time grows with size; noise
 	mkdir -p benchmarks/results
 	$(RUN) -m benchmarks.speed --json benchmarks/results/speed.json --plot benchmarks/results/speed.png
 	$(RUN) -m benchmarks.growth --json benchmarks/results/growth.json --plot benchmarks/results/growth.png
+	$(RUN) -m benchmarks.noise
 
 clean:
 	rm -rf $(VENV)

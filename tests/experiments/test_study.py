@@ -80,7 +80,7 @@ def test_arms_of_the_study_of_noise_differ_only_in_what_their_names_say() -> Non
             assert not (setting.geometry or {}).get("post"), "a map after the noise would undo the cancellation"
             assert all(getattr(setting, name) == value for name, value in common.items())
             rates.setdefault(setting.arm.split(",")[0], set()).add(setting.lr)
-        assert all(len(found) == 4 for found in rates.values()), "every noise has the same rates"
+        assert all(len(found) == 5 for found in rates.values()), "every noise has the same rates"
 
 
 def test_arms_differ_only_in_what_their_names_say() -> None:

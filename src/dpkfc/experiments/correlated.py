@@ -21,10 +21,10 @@ NOISES = {
 KFC = PAPER | {"probe": BRIGHT["centred"], "rank": 32}
 EVERY = {"little noise": 50, "much noise": 10}  # refreshes of the geometry, for 704 steps and for 59
 RATES = {
-    ("little noise", "dp-sgd"): (0.32, 0.64, 0.16, 1.28),
-    ("little noise", "dp-kfc"): (0.08, 0.04, 0.16, 0.32),
-    ("much noise", "dp-sgd"): (0.64, 0.32, 1.28, 2.56),
-    ("much noise", "dp-kfc"): (0.32, 0.16, 0.64, 1.28),
+    ("little noise", "dp-sgd"): (0.32, 0.64, 0.16, 1.28, 0.45),
+    ("little noise", "dp-kfc"): (0.08, 0.04, 0.16, 0.32, 0.64),
+    ("much noise", "dp-sgd"): (0.64, 0.32, 1.28, 2.56, 1.8),
+    ("much noise", "dp-kfc"): (0.32, 0.16, 0.64, 1.28, 2.56),
 }
 
 
