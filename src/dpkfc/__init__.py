@@ -6,6 +6,7 @@
 200
 """
 
+from dpkfc import optim
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.errors import PrivacyError
 from dpkfc.fix import fix
@@ -60,4 +61,5 @@ __all__ = [
     "fix",
     "make_private",
     "mean_over_records",
+    "optim",
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,6 +40,8 @@ from dpkfc.geometry.identity import Geometry, Identity, Map
 from dpkfc.noise.choose import Auto, Noise, choose
 from dpkfc.noise.factorization import Factorization
 from dpkfc.noise.rng import first_key, next_key, sub_key
+from dpkfc.optim.adambc import DPAdamBC
+from dpkfc.optim.disk import DiSK
 from dpkfc.plan import Plan, Sampling, batches
 from dpkfc.sampling import Chunk, CyclicPoisson, PrivateLoader, read_dataset
 
@@ -89,6 +92,7 @@ class Private:
         self._sums: dict[tuple[Slot, bool], list[Tensor]] = {}  # True: of gradients that are mapped already
         self._maps: dict[Slot, Map] = {}  # of the batch under way: clipped by a map, released through the same
         self._rows = 0
+        self._joining = False
         self._chunk: Chunk | None = None
         self._rates_at_partial_step: list[float] | None = None
         tape.map_of = self._map_of
@@ -96,6 +100,11 @@ class Private:
         if grad_scaler is not None:
             tape.on_gradient = self._placeholder_for_scaler
         self._step_hook = optimizer.register_step_pre_hook(self._before_step)
+        variance, why_unknown = self._noise_variance()
+        if isinstance(optimizer, DPAdamBC):
+            optimizer.join_run(variance, why_unknown)
+        if isinstance(optimizer, DiSK):
+            optimizer.join_run(self.joined, variance, why_unknown)
 
     # -- what the user asks
 
@@ -226,12 +235,23 @@ class Private:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Forward and backward passes over the same batch whose gradients add up, record by record, before clipping."""
+        self._absorb()
+        self._joining = True
+        try:
+            yield
+        finally:
+            self._joining = False
+
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         check_still_frozen(self._frozen_norms)
         if self._check and self._tape.batch is not None and self._tape.batch > 1:
             self._check = False
             check_isolation(self.model, self._tape, args, kwargs)
-        self._absorb()
+        if not self._joining:
+            self._absorb()
 
     def _absorb(self) -> None:
         """Clip what the last backward left behind and add it to the sums."""
@@ -307,6 +327,14 @@ class Private:
         self._forget_batch()
         with exactly(next(self.model.parameters()).device):
             self._release(sums, maps, sub_key(key, "noise"), step)
+
+    def _noise_variance(self) -> tuple[float | None, str]:
+        """Of every coordinate of `.grad`, if it is the same for all and at all steps; otherwise why not."""
+        if self.factorization.bands != 1:
+            return None, f"{self.factorization.name} noise varies from step to step"
+        if getattr(self.geometry, "post", 0):
+            return None, "a map after the noise (post) gives every coordinate another one"
+        return (self.plan.noise_scale / self.plan.batch_size) ** 2, ""
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for p, name in self._names.items() if p.requires_grad}

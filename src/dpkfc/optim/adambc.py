@@ -1,0 +1,113 @@
+"""DP-AdamBC (Tang, Shpilevskiy & Lécuyer, AAAI 2024): Adam with the known noise taken out of its second moment.
+
+The private gradient is ``g + w`` with ``w ~ N(0, Φ)``, so Adam's second moment estimates ``E[g²] + Φ``. Under DP, Φ is
+by far the larger part and the same for every coordinate: DP-Adam divides by nearly a constant, and is DP-SGD with
+momentum. But Φ is known:
+
+    m_t = β₁ m_{t-1} + (1-β₁) g̃_t          v_t = β₂ v_{t-1} + (1-β₂) g̃_t²
+    θ_t = θ_{t-1} - η  m̂_t / √max(v̂_t - Φ, floor)        m̂ = m / (1-β₁ᵗ),  v̂ = v / (1-β₂ᵗ)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dpkfc.errors import PrivacyError
+
+SMALLEST_FLOOR = 1e-16
+
+
+class DPAdamBC(Optimizer):
+    """Adam, corrected for the noise of the run.
+
+    Args:
+        noise_variance: Φ, the variance of the noise in every coordinate of ``.grad``. `make_private` fills it in from
+            the plan, for every parameter group in which it is None.
+        floor: the least value of the corrected second moment (γ' in the paper). By default the standard deviation that
+            v̂ has on noise alone, ``Φ √(2 (1-β₂)(1+β₂ᵗ) / ((1+β₂)(1-β₂ᵗ)))``: what is below cannot be told from no
+            gradient at all.
+        weight_decay: decoupled, as in AdamW.
+
+    >>> import torch, dpkfc
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = dpkfc.optim.DPAdamBC(model.parameters(), lr=0.01)
+    >>> data = torch.utils.data.TensorDataset(torch.randn(100, 4), torch.randint(2, (100,)))
+    >>> private = dpkfc.make_private(model, optimizer, data, noise_multiplier=1.0, delta=1e-3, steps=5, batch_size=10)
+    >>> f"{optimizer.param_groups[0]['noise_variance']:.4f}"
+    '0.0100'
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        floor: float | None = None,
+        weight_decay: float = 0.0,
+        noise_variance: float | None = None,
+    ) -> None:
+        if not (lr >= 0 and weight_decay >= 0):
+            raise PrivacyError(f"lr={lr}, weight_decay={weight_decay}: must not be negative")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise PrivacyError(f"betas={betas}: must lie in [0, 1)")
+        if any(value is not None and not value >= 0 for value in (floor, noise_variance)):
+            raise PrivacyError(f"floor={floor}, noise_variance={noise_variance}: must not be negative")
+        settings = {"betas": betas, "floor": floor, "weight_decay": weight_decay, "noise_variance": noise_variance}
+        super().__init__(params, {"lr": lr, **settings})
+
+    def join_run(self, noise_variance: float | None, why_unknown: str) -> None:
+        """Called by `make_private` with the variance of the noise, or with the reason why it has no single one."""
+        for group in self.param_groups:
+            if group["noise_variance"] is None:
+                if noise_variance is None:
+                    raise PrivacyError(
+                        f"DPAdamBC corrects for noise of one known variance, but {why_unknown}. Use Independent() "
+                        "noise without a map after it, or torch.optim.Adam"
+                    )
+                group["noise_variance"] = noise_variance
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        if closure is not None:
+            raise PrivacyError("a private step has no closure: call backward() and then step()")
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._step(p, p.grad, group)
+        return None
+
+    def _step(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        noise, (beta1, beta2), lr = group["noise_variance"], group["betas"], float(group["lr"])
+        if noise is None:
+            raise PrivacyError(
+                "DPAdamBC does not know the noise: pass it to make_private after its last parameter group was added, "
+                "or give noise_variance"
+            )
+        state = self.state[p]
+        if not state:
+            state.update(step=0, mean=torch.zeros_like(p), square=torch.zeros_like(p))
+        state["step"] += 1
+        t, mean, square = state["step"], state["mean"], state["square"]
+        mean.lerp_(grad, 1 - beta1)
+        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        floor = deviation(beta2, t) * noise if group["floor"] is None else group["floor"]
+        corrected = (square / (1 - beta2**t)).sub_(noise).clamp_(min=max(floor, SMALLEST_FLOOR))
+        p.mul_(1 - lr * group["weight_decay"])
+        p.addcdiv_(mean, corrected.sqrt_(), value=-lr / (1 - beta1**t))
+
+
+def deviation(beta: float, t: int) -> float:
+    """The standard deviation of ``Σ_k β^{t-k} z_k² (1-β)/(1-βᵗ)``, k ≤ t, for independent standard normal z."""
+    return math.sqrt(2 * (1 - beta) * (1 + beta**t) / ((1 + beta) * (1 - beta**t)))
