@@ -8,6 +8,7 @@
 
 from dpkfc import optim
 from dpkfc.accounting.ledger import Ledger
+from dpkfc.clipping import Automatic
 from dpkfc.errors import PrivacyError
 from dpkfc.fix import fix
 from dpkfc.geometry.diagonal import Diagonal
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 __all__ = [
     "KFC",
     "Auto",
+    "Automatic",
     "Banded",
     "BandedSquareRoot",
     "BandedToeplitz",

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from dpkfc.accounting.calibrate import Accountant, calibrate_noise, epsilon_spent
 from dpkfc.accounting.events import Mechanism
-from dpkfc.clipping import MARGIN
+from dpkfc.clipping import MARGIN, Automatic
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.factorization import IDENTITY, Factorization
 from dpkfc.noise.sensitivity import Participation
@@ -62,6 +62,7 @@ class Plan:
     sampling: Sampling = "poisson"
     groups: int = 1  # that take turns; a record is in one of them
     noise_sensitivity: float = 1.0
+    clip_gamma: float | None = None  # of automatic clipping
     growth: tuple[float, ...] = ()  # of the sensitivity over the rounds, where it is not amplified by sampling
     neighbouring: str = "add or remove one record"
 
@@ -70,7 +71,7 @@ class Plan:
         *,
         records: int,
         batch_size: int,
-        clip: float,
+        clip: float | Automatic,
         delta: float | None,
         epsilon: float | None = None,
         noise_multiplier: float | None = None,
@@ -83,7 +84,7 @@ class Plan:
         sampling: Sampling | None = None,
     ) -> Plan:
         """Check the wishes and calibrate the noise. Give `epsilon` or `noise_multiplier`; `epochs` or `steps`."""
-        check_clip(clip)
+        norm, gamma = read_clip(clip)
         batch_size, steps = batches(records, batch_size, epochs, steps)
         delta = _check_delta(delta, records)
         if (epsilon is None) == (noise_multiplier is None):
@@ -102,7 +103,7 @@ class Plan:
             records,
             batch_size,
             steps,
-            float(clip),
+            norm,
             float(noise_multiplier),
             delta,
             epsilon,
@@ -113,6 +114,7 @@ class Plan:
             sampling,
             groups,
             sensitivity,
+            gamma,
             growth,
         )
 
@@ -186,16 +188,17 @@ class Plan:
             ("sampling", self._sampling_in_words()),
             ("steps", f"{self.steps} ({self.steps * self.sampling_rate:.3g} expected passes over the data)"),
             ("geometry", self.geometry),
-            (
-                "clipping",
-                f"each record's mapped gradient to L2 norm {self.clip:g}, over all trainable parameters at once",
-            ),
+            ("clipping", self._clipping_in_words()),
             ("noise", self._noise_in_words()),
             (
                 "not covered",
                 "choices made by looking at the private data: hyperparameters, when to stop, data cleaning",
             ),
         ]
+
+    def _clipping_in_words(self) -> str:
+        how = "" if self.clip_gamma is None else f" by the factor {self.clip:g} / (norm + {self.clip_gamma:g})"
+        return f"each record's mapped gradient to L2 norm {self.clip:g}{how}, over all trainable parameters at once"
 
     def _sampling_in_words(self) -> str:
         if self.groups == 1:
@@ -266,9 +269,14 @@ def _turns(
     return turns, each[-1], tuple(min(s / each[-1], 1.0) for s in each)
 
 
-def check_clip(clip: float) -> None:
-    if not (isinstance(clip, Real) and clip > 0 and math.isfinite(clip)):
-        raise PrivacyError(f"clip={clip!r}: must be a positive, finite number, since it bounds what one record can do")
+def read_clip(clip: float | Automatic) -> tuple[float, float | None]:
+    """The norm C that bounds what a record can do, and γ of automatic clipping."""
+    norm, gamma = (clip.norm, clip.gamma) if isinstance(clip, Automatic) else (clip, None)
+    if not (isinstance(norm, Real) and norm > 0 and math.isfinite(norm)):
+        raise PrivacyError(f"clip={norm!r}: must be a positive, finite number, since it bounds what one record can do")
+    if gamma is not None and not (gamma >= 0 and math.isfinite(gamma)):
+        raise PrivacyError(f"gamma={gamma!r} of automatic clipping: must be a finite number, 0 or larger")
+    return float(norm), gamma
 
 
 def batches(records: int, batch_size: int, epochs: float | None, steps: int | None) -> tuple[int, int]:

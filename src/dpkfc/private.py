@@ -34,7 +34,7 @@ from dpkfc.check import (
     check_still_frozen,
     frozen_batch_norms,
 )
-from dpkfc.clipping import clip_weights
+from dpkfc.clipping import Automatic, clip_weights
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.identity import Geometry, Identity, Map
 from dpkfc.noise.choose import Auto, Noise, choose
@@ -266,7 +266,7 @@ class Private:
         scale = float(batch) if self._mean_loss else 1.0  # a mean loss has divided every gradient by the batch
         if self._scaler is not None:
             scale /= self._scaler.get_scale()
-        weights, finite = clip_weights(squared * scale**2, self.plan.clip)
+        weights, finite = clip_weights(squared * scale**2, self.plan.clip, self.plan.clip_gamma)
         whole = bool(finite.all())
         while forms:
             slot, form = forms.popitem()
@@ -401,7 +401,7 @@ def make_private(
     epochs: float | None = None,
     steps: int | None = None,
     batch_size: int | None = None,
-    clip: float = 1.0,
+    clip: float | Automatic = 1.0,
     geometry: Geometry | None = None,
     noise: Noise | Auto | Literal["auto"] | None = None,
     sampling: Sampling | None = None,
@@ -426,7 +426,8 @@ def make_private(
         delta: the probability with which epsilon may fail; well below 1 / len(dataset).
         epochs or steps: how long to train. One pass over `private.loader` is the whole of it.
         batch_size: the expected batch size (a DataLoader's own by default).
-        clip: the L2 norm C to which every record's gradient is clipped.
+        clip: the L2 norm C to which every record's gradient is clipped; or `Automatic()`, which scales every gradient
+            to it, so that there is no threshold to tune.
         geometry: the linear map before clipping: `KFC(...)`, `Diagonal(...)`; `Identity()` is DP-SGD.
         noise: `Independent()` Gaussian noise; or correlated noise, which largely cancels in the parameters:
             `BandedToeplitz(bands=16)`, `BandedSquareRoot(...)`, `BufferedToeplitz(...)` and others; or "auto"

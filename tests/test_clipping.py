@@ -1,0 +1,94 @@
+"""No weighted gradient is longer than the clip, for plain, automatic and normalised clipping; vanishing ones vanish."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import dpkfc
+from dpkfc.clipping import SMALLEST, clip_weights
+
+GAMMAS = [None, 0.0, 0.01, 3.0]
+
+
+@given(
+    st.lists(st.floats(0, 1e18), min_size=1, max_size=8),
+    st.floats(1e-3, 1e3),
+    st.sampled_from(GAMMAS),
+)
+@settings(max_examples=60, deadline=None)
+def test_nothing_exceeds_the_clip(norms: list[float], clip: float, gamma: float | None) -> None:
+    """Also with the true norm, in float64, in place of the computed one."""
+    weights, finite = clip_weights(torch.tensor(norms).square(), clip, gamma)
+    assert finite.all() and (weights >= 0).all()
+    assert (weights.double() * torch.tensor(norms, dtype=torch.float64) <= clip * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize("gamma", GAMMAS)
+@pytest.mark.parametrize("exponent", range(-46, -10, 3))
+def test_a_gradient_of_many_tiny_numbers_does_not_blow_up(gamma: float | None, exponent: int) -> None:
+    """Squares of numbers below 1e-19 underflow in float32: dividing by such a norm would leave the ball."""
+    g = torch.full((1000,), 10.0**exponent)
+    (weight,), _ = clip_weights(g.square().sum()[None], 1.0, gamma)
+    assert float((weight.double() * g.double()).norm()) <= 1.0
+
+
+@pytest.mark.parametrize(("gamma", "norm"), [(0.0, 1.0), (0.01, 1 / 1.01), (1.0, 0.5)])
+def test_small_gradients_are_scaled_up(gamma: float, norm: float) -> None:
+    (weight,), _ = clip_weights(torch.tensor([1e-4**2]), 1.0, gamma * 1e-4)
+    assert float(weight) * 1e-4 == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("gamma", GAMMAS)
+def test_what_is_not_finite_weighs_nothing(gamma: float | None) -> None:
+    weights, finite = clip_weights(torch.tensor([math.nan, math.inf, -1.0, 0.0]), 1.0, gamma)
+    assert finite.tolist() == [False, False, True, True]
+    assert weights[:2].tolist() == [0, 0]
+    assert gamma is None or weights[2:].tolist() == [0, 0]
+    assert SMALLEST**2 > 0
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.05])
+def test_every_record_of_a_run_is_scaled(gamma: float) -> None:
+    """Against one autograd pass a record."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    x, y = torch.randn(6, 4) * torch.logspace(-3, 1, 6)[:, None], torch.randint(2, (6,))
+    want = []
+    for row in range(6):
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x[row : row + 1]), y[row : row + 1]).backward()
+        g = torch.cat([p.grad.flatten() for p in model.parameters()])
+        want.append(0.7 * g / (g.norm() + gamma))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    private = dpkfc.make_private(
+        model, optimizer, TensorDataset(x, y), noise_multiplier=0.0, delta=0.1, steps=1, batch_size=6,
+        clip=dpkfc.Automatic(norm=0.7, gamma=gamma), geometry=dpkfc.Identity(),
+    )  # fmt: skip
+    for a, b in private.loader:
+        nn.functional.cross_entropy(model(a), b).backward()
+        optimizer.step()
+    got = torch.cat([p.grad.flatten() for p in model.parameters()])
+    torch.testing.assert_close(got, torch.stack(want).mean(0), rtol=1e-4, atol=1e-6)
+    assert private.plan.noise_scale == 0 and "norm +" in str(private.plan)
+
+
+@pytest.mark.parametrize(
+    ("clip", "message"),
+    [
+        (dpkfc.Automatic(norm=0.0), "clip=0.0"),
+        (dpkfc.Automatic(gamma=-1.0), "gamma=-1.0"),
+        (dpkfc.Automatic(gamma=math.nan), "gamma=nan"),
+        (math.inf, "clip=inf"),
+    ],
+)
+def test_wrong_clips_are_refused(clip: Any, message: str) -> None:
+    with pytest.raises(dpkfc.PrivacyError, match=message):
+        dpkfc.Plan.make(records=100, batch_size=10, steps=3, clip=clip, noise_multiplier=1.0, delta=1e-3)
