@@ -80,6 +80,64 @@ def test_every_record_of_a_run_is_scaled(gamma: float) -> None:
     assert private.plan.noise_scale == 0 and "norm +" in str(private.plan)
 
 
+def perceptron(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def auto_run(model: nn.Module, geometry: Any, **settings: Any) -> dpkfc.Private:
+    data = TensorDataset(torch.zeros(30, 4), torch.zeros(30, dtype=torch.long))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"noise_multiplier": 1.0, "delta": 1e-3, "steps": 4, "batch_size": 5, "clip": "auto"} | settings
+    return dpkfc.make_private(model, optimizer, data, geometry=geometry, **settings)
+
+
+def squares(output: torch.Tensor, *_: Any) -> torch.Tensor:
+    return (output - 1).square().sum(1)
+
+
+def geometries() -> dict[str, Any]:
+    probe = dpkfc.Tabular(features=4, classes=2)
+    return {
+        "kfc": dpkfc.KFC(probe=probe, probes=64, loss=squares),
+        "adadps": dpkfc.Diagonal(source=probe, probes=64, loss=squares),
+    }
+
+
+@pytest.mark.parametrize("kind", ["kfc", "adadps"])
+def test_a_clip_from_probes_is_their_median_mapped_norm(kind: str) -> None:
+    """Against one autograd pass a probe, mapped by the geometry's own maps."""
+    model, geometry = perceptron(0), geometries()[kind]
+    private = auto_run(model, geometry)
+    generator = geometry._probing.generator(0, "clip")
+    probes = dpkfc.Tabular(features=4, classes=2).draw(64, generator)
+    norms = []
+    for row in range(64):
+        model_ = perceptron(0)
+        squares(model_(probes.inputs[row : row + 1])).sum().backward()
+        total = 0.0
+        for layer in ("0", "2"):
+            grads = [model_.get_parameter(f"{layer}.{name}").grad for name in ("weight", "bias")]
+            mapped = geometry.map_of((f"{layer}.weight", f"{layer}.bias")).apply(grads)
+            total += float(sum(part.square().sum() for part in mapped))
+        norms.append(math.sqrt(total))
+    assert private.plan.clip == pytest.approx(float(torch.tensor(norms).median()), rel=1e-3)
+
+
+def test_a_clip_from_probes_does_not_see_the_data_and_survives_a_resume(tmp_path: Any) -> None:
+    first = auto_run(perceptron(0), geometries()["kfc"])
+    first.save(tmp_path / "kept")
+    again = auto_run(perceptron(1), geometries()["kfc"])  # other first weights, and so another clip
+    assert again.plan.clip != first.plan.clip
+    again.load(tmp_path / "kept")
+    assert again.plan == first.plan
+
+
+def test_a_clip_from_probes_needs_probes() -> None:
+    with pytest.raises(dpkfc.PrivacyError, match="this one has none"):
+        auto_run(perceptron(0), None)
+
+
 @pytest.mark.parametrize(
     ("clip", "message"),
     [

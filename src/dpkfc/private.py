@@ -11,7 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -72,6 +72,7 @@ class Private:
         seed: int | None,
         ledger: Ledger | None,
         grad_scaler: Any,
+        clip_from_probes: bool,
     ) -> None:
         self.plan, self.model, self.optimizer = plan, model, optimizer
         self.loader: PrivateLoader
@@ -80,6 +81,7 @@ class Private:
         self.took_step = False  # did the last optimizer.step() end a logical batch?
         self.geometry, self.factorization, self._tape = geometry, noise, tape
         self._mean_loss, self._check, self._scaler = mean_loss, check, grad_scaler
+        self._clip_from_probes = clip_from_probes
         self._names = {p: name for name, p in model.named_parameters()}
         self._frozen_norms = frozen_batch_norms(model)
         self._layout = self._trainable()
@@ -153,6 +155,8 @@ class Private:
         changed so that their noise is not used again on other sums. Otherwise the run goes on exactly as it
         would have.
         """
+        if self._clip_from_probes:  # it was chosen at the first weights of the run that is continued
+            self.plan = replace(self.plan, clip=state["plan"]["clip"])
         if state["plan"] != self.plan.to_json():
             changed = [k for k, v in self.plan.to_json().items() if state["plan"].get(k) != v]
             raise PrivacyError(
@@ -401,7 +405,7 @@ def make_private(
     epochs: float | None = None,
     steps: int | None = None,
     batch_size: int | None = None,
-    clip: float | Automatic = 1.0,
+    clip: float | Automatic | Literal["auto"] = 1.0,
     geometry: Geometry | None = None,
     noise: Noise | Auto | Literal["auto"] | None = None,
     sampling: Sampling | None = None,
@@ -427,7 +431,8 @@ def make_private(
         epochs or steps: how long to train. One pass over `private.loader` is the whole of it.
         batch_size: the expected batch size (a DataLoader's own by default).
         clip: the L2 norm C to which every record's gradient is clipped; or `Automatic()`, which scales every gradient
-            to it, so that there is no threshold to tune.
+            to it, so that there is no threshold to tune; or "auto": the median norm of the geometry's own mapped
+            probes at the first weights. The noise grows with C, so the learning rate is to be chosen for lr · C.
         geometry: the linear map before clipping: `KFC(...)`, `Diagonal(...)`; `Identity()` is DP-SGD.
         noise: `Independent()` Gaussian noise; or correlated noise, which largely cancels in the parameters:
             `BandedToeplitz(bands=16)`, `BandedSquareRoot(...)`, `BufferedToeplitz(...)` and others; or "auto"
@@ -478,24 +483,24 @@ def make_private(
     geometry = Identity() if geometry is None else geometry
     records = len(data)  # type: ignore[arg-type]
     batch_size, steps = batches(records, batch_size, epochs, steps)
-    run: dict[str, Any] = {
-        "records": records,
-        "batch_size": batch_size,
-        "clip": clip,
-        "delta": delta,
-        "epsilon": epsilon,
-        "noise_multiplier": noise_multiplier,
-        "steps": steps,
-        "accountant": accountant,
-    }
-    rescaled = f"{geometry.name} maps the noisy gradients once more (post)" if getattr(geometry, "post", 0) else None
-    factorization = choose(noise, optimizer, rescaled, sampling, **run)
-    plan = Plan.make(
-        **run, geometry=geometry.name, public_geometry=geometry.public, noise=factorization, sampling=sampling
-    )
     tape = Tape(model, partition(model, by_vmap))
     try:
         geometry.prepare(model, tape)
+        run: dict[str, Any] = {
+            "records": records,
+            "batch_size": batch_size,
+            "clip": _clip_from_probes(geometry, model, tape) if clip == "auto" else clip,
+            "delta": delta,
+            "epsilon": epsilon,
+            "noise_multiplier": noise_multiplier,
+            "steps": steps,
+            "accountant": accountant,
+        }
+        rescaled = f"{geometry.name} maps noisy gradients once more (post)" if getattr(geometry, "post", 0) else None
+        factorization = choose(noise, optimizer, rescaled, sampling, **run)
+        plan = Plan.make(
+            **run, geometry=geometry.name, public_geometry=geometry.public, noise=factorization, sampling=sampling
+        )
         if loss is not None:
             _try_loss(model, tape, data, options, loss, loss_reduction == "mean")
     except BaseException:
@@ -513,6 +518,7 @@ def make_private(
         seed=seed,
         ledger=ledger,
         grad_scaler=grad_scaler,
+        clip_from_probes=clip == "auto",
     )
     private.loader = PrivateLoader(
         data,
@@ -525,6 +531,16 @@ def make_private(
         private._empty_step,
     )
     return private
+
+
+def _clip_from_probes(geometry: Geometry, model: nn.Module, tape: Tape) -> float:
+    norms = geometry.probe_norms(model, tape)
+    if norms is None:
+        raise PrivacyError(
+            'clip="auto" takes the clip from the probes of the geometry, and this one has none: use KFC or Diagonal, '
+            "or give a number, or dpkfc.Automatic()"
+        )
+    return float(norms.median())
 
 
 def _try_loss(

@@ -76,6 +76,9 @@ class Geometry(Protocol):
     def refresh(self, model: nn.Module, tape: Tape, step: int) -> None:
         """Build the maps at the model's present weights."""
 
+    def probe_norms(self, model: nn.Module, tape: Tape) -> Tensor | None:
+        """``‖U g‖`` of probes at the model's present weights; None if there are no probes."""
+
     def map_of(self, parameters: tuple[str, ...]) -> Map:
         """The map, before clipping, for the slot with these parameter names."""
 
@@ -126,6 +129,9 @@ class Identity:
 
     def refresh(self, model: nn.Module, tape: Tape, step: int) -> None:
         pass
+
+    def probe_norms(self, model: nn.Module, tape: Tape) -> Tensor | None:
+        return None
 
     def map_of(self, parameters: tuple[str, ...]) -> Map:
         return UNCHANGED

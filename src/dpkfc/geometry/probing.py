@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dpkfc.capture.record import Form, join
 from dpkfc.capture.tape import Call, Slot, Tape
 from dpkfc.errors import PrivacyError
-from dpkfc.geometry.identity import UNCHANGED
+from dpkfc.geometry.identity import UNCHANGED, Map
 from dpkfc.geometry.probes.probe import Probe, call, split, tensors, to
 from dpkfc.geometry.probes.targets import Loss, probe_losses
 
@@ -87,6 +87,16 @@ def gradients(calls: list[Call]) -> dict[Slot, Form]:
         for slot, form in made.gradients(lambda slot: UNCHANGED):
             forms.setdefault(slot, []).append(form)
     return {slot: join(uses) for slot, uses in forms.items()}
+
+
+def mapped_norms(passes: Iterator[list[Call]], map_of: Callable[[Slot], Map]) -> Tensor:
+    """``‖U g‖`` of every probe."""
+    norms = []
+    for calls in passes:
+        with torch.no_grad():
+            squared = [form.squared_norms(map_of(slot)) for slot, form in gradients(calls).items()]
+            norms.append(torch.stack(squared).sum(0).sqrt())
+    return torch.cat(norms)
 
 
 def diverged(where: str) -> PrivacyError:
