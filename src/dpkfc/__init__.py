@@ -32,7 +32,8 @@ from dpkfc.noise.toeplitz import (
 )
 from dpkfc.noise.workload import Workload
 from dpkfc.plan import Plan
-from dpkfc.private import Private, make_private
+from dpkfc.private import make_private
+from dpkfc.run import Private
 
 __version__ = "0.1.0"
 __all__ = [

@@ -24,7 +24,7 @@ from torch import Tensor
 from dpkfc.errors import PrivacyError
 
 if TYPE_CHECKING:
-    from dpkfc.private import Private
+    from dpkfc.run import Private
 
 FORMAT = 3
 

@@ -155,82 +155,22 @@ class Toeplitz:
         return Ring(size, self.buffers, lambda t: (1 / self.c[0], lags), self.scale, keeps="outputs")
 
 
-@dataclass(frozen=True)
-class InverseToeplitz:
-    """``C⁻¹[i, j] = d_{i-j}``, banded; C itself is full."""
+class _Rational:
+    """``C[i, j] = c_{i-j}`` with the generating function ``P(z) / Q(z)``: full, but given by few numbers."""
 
-    name: str
-    d: tuple[float, ...]
     bands = None
     steps = None
 
     @property
-    def buffers(self) -> int:
-        return 0 if len(self.d) <= REGENERATED else len(self.d) - 1
-
-    def non_negative(self, n: int) -> bool:
-        return bool(self.coefficients(n).min() >= 0)
-
-    def coefficients(self, n: int) -> Array:
-        return quotient([1.0], self.d, n)
-
-    def materialize(self, n: int) -> Array:
-        return lower_toeplitz(self.coefficients(n), n)
-
-    def column_norm(self, n: int) -> float:
-        return float(np.linalg.norm(self.coefficients(n)))
-
-    def sensitivity(self, n: int, participation: Participation) -> Sensitivity:
-        return _of_toeplitz(self.coefficients(n), participation)
-
-    def error(self, workload: Workload, n: int) -> float:
-        if workload.matrix is not None:
-            return _rms(_from_the_right(self.d, [1.0], workload.materialize(n)))
-        return _toeplitz_rms(filtered(self.d, [1.0], workload.coefficients(n)))
-
-    def stream(self, size: int) -> Stream:
-        if len(self.d) <= REGENERATED:
-            return Regenerated(size, np.array(self.d))
-        lags = np.array(self.d[1:])
-        return Ring(size, self.buffers, lambda t: (self.d[0], lags), lambda t: 1.0, keeps="inputs")
-
-
-@dataclass(frozen=True)
-class Buffered:
-    """A buffered linear Toeplitz matrix: ``c_0 = 1``, ``c_k = Σ_i ω_i λ_i^{k-1}``.
-
-    ``C(z) = 1 + Σ_i ω_i z / (1 - λ_i z) = P(z) / Q(z)``, and the stream needs one buffer for every pole.
-    """
-
-    name: str
-    weights: tuple[float, ...]  # ω
-    poles: tuple[float, ...]  # λ
-    bands = None
-    steps = None
-
-    @property
-    def buffers(self) -> int:
-        return len(self.poles)
-
-    def non_negative(self, n: int) -> bool:
-        return min(*self.weights, *self.poles) >= 0
-
-    @cached_property
     def fraction(self) -> tuple[Array, Array]:
         """P and Q."""
-        q = np.ones(1)
-        for pole in self.poles:
-            q = np.convolve(q, [1.0, -pole])
-        p = q.copy()
-        for i, weight in enumerate(self.weights):
-            rest = np.ones(1)
-            for j, pole in enumerate(self.poles):
-                rest = np.convolve(rest, [1.0, -pole]) if i != j else rest
-            p[1:] += weight * rest
-        return p, q
+        raise NotImplementedError
 
     def coefficients(self, n: int) -> Array:
         return quotient(*self.fraction, n)
+
+    def non_negative(self, n: int) -> bool:
+        return bool(self.coefficients(n).min() >= 0)
 
     def materialize(self, n: int) -> Array:
         return lower_toeplitz(self.coefficients(n), n)
@@ -246,6 +186,57 @@ class Buffered:
         if workload.matrix is not None:
             return _rms(_from_the_right(q, p, workload.materialize(n)))
         return _toeplitz_rms(filtered(q, p, workload.coefficients(n)))
+
+
+@dataclass(frozen=True)
+class InverseToeplitz(_Rational):
+    """``C⁻¹[i, j] = d_{i-j}``, banded: C(z) = 1 / d(z)."""
+
+    name: str
+    d: tuple[float, ...]
+
+    @property
+    def fraction(self) -> tuple[Array, Array]:
+        return np.ones(1), np.array(self.d)
+
+    @property
+    def buffers(self) -> int:
+        return 0 if len(self.d) <= REGENERATED else len(self.d) - 1
+
+    def stream(self, size: int) -> Stream:
+        if len(self.d) <= REGENERATED:
+            return Regenerated(size, np.array(self.d))
+        lags = np.array(self.d[1:])
+        return Ring(size, self.buffers, lambda t: (self.d[0], lags), lambda t: 1.0, keeps="inputs")
+
+
+@dataclass(frozen=True)
+class Buffered(_Rational):
+    """A buffered linear Toeplitz matrix: ``c_0 = 1``, ``c_k = Σ_i ω_i λ_i^{k-1}``.
+
+    ``C(z) = 1 + Σ_i ω_i z / (1 - λ_i z) = P(z) / Q(z)``, and the stream needs one buffer for every pole.
+    """
+
+    name: str
+    weights: tuple[float, ...]  # ω
+    poles: tuple[float, ...]  # λ
+
+    @property
+    def buffers(self) -> int:
+        return len(self.poles)
+
+    @cached_property
+    def fraction(self) -> tuple[Array, Array]:
+        q = np.ones(1)
+        for pole in self.poles:
+            q = np.convolve(q, [1.0, -pole])
+        p = q.copy()
+        for i, weight in enumerate(self.weights):
+            rest = np.ones(1)
+            for j, pole in enumerate(self.poles):
+                rest = np.convolve(rest, [1.0, -pole]) if i != j else rest
+            p[1:] += weight * rest
+        return p, q
 
     def stream(self, size: int) -> Stream:
         return States(size, np.array(self.weights), np.array(self.poles))

@@ -1,0 +1,386 @@
+"""A private run: from the batches of the loader to the noisy gradients that the user's optimizer steps with.
+
+    sampling -> capture -> norms in the metric of the geometry -> clip -> sum -> map the sum -> + noise -> .grad
+
+A step pre-hook of the user's optimizer turns what the backward passes left behind into a private `.grad`.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpkfc import checkpoint
+from dpkfc.accounting.ledger import Ledger
+from dpkfc.capture.record import at_least_float32, exactly
+from dpkfc.capture.tape import Slot, Tape
+from dpkfc.check import (
+    check_isolation,
+    check_still_frozen,
+    frozen_batch_norms,
+)
+from dpkfc.clipping import clip_weights
+from dpkfc.errors import PrivacyError
+from dpkfc.geometry.identity import Geometry, Map
+from dpkfc.noise.factorization import Factorization
+from dpkfc.noise.rng import first_key, next_key, sub_key
+from dpkfc.optim.adambc import DPAdamBC
+from dpkfc.optim.disk import DiSK
+from dpkfc.plan import Plan
+from dpkfc.sampling import Chunk, PrivateLoader
+
+
+@dataclass
+class NotPrivate:
+    """Exact counts over the private records. They are not covered by epsilon: look, but do not publish them."""
+
+    samples: int = 0
+    clipped: int = 0
+    non_finite: int = 0
+
+
+class Private:
+    """What privacy depends on: the sampler, the sums, the noise, the accountant. Made by `make_private`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        plan: Plan,
+        geometry: Geometry,
+        noise: Factorization,
+        tape: Tape,
+        *,
+        mean_loss: bool,
+        check: bool,
+        seed: int | None,
+        ledger: Ledger | None,
+        grad_scaler: Any,
+        clip_from_probes: bool,
+    ) -> None:
+        self.plan, self.model, self.optimizer = plan, model, optimizer
+        self.loader: PrivateLoader
+        self.not_private = NotPrivate()
+        self.steps = 0  # taken so far
+        self.took_step = False  # did the last optimizer.step() end a logical batch?
+        self.geometry, self.factorization, self._tape = geometry, noise, tape
+        self._mean_loss, self._check, self._scaler = mean_loss, check, grad_scaler
+        self._clip_from_probes = clip_from_probes
+        self._names = {p: name for name, p in model.named_parameters()}
+        self._frozen_norms = frozen_batch_norms(model)
+        self._layout = self._trainable()
+        self._noise = noise.stream(sum(p.numel() for p in self._layout.values()))
+        self._key = first_key(seed)
+        self._group_key = sub_key(self._key, "groups")  # for the whole run: a record must not change its group
+        self._ledger, self._run = ledger, uuid.uuid4().hex
+        self._lost_steps = 0  # charged by a run that did not survive to write them into its checkpoint
+        self._ledger_open = False
+        self._sums: dict[tuple[Slot, bool], list[Tensor]] = {}  # True: of gradients that are mapped already
+        self._maps: dict[Slot, Map] = {}  # of the batch under way: clipped by a map, released through the same
+        self._rows = 0
+        self._joining = False
+        self._chunk: Chunk | None = None
+        self._rates_at_partial_step: list[float] | None = None
+        tape.map_of = self._map_of
+        tape.before_forward = self._before_forward
+        if grad_scaler is not None:
+            tape.on_gradient = self._placeholder_for_scaler
+        self._step_hook = optimizer.register_step_pre_hook(self._before_step)
+        variance, why_unknown = self._noise_variance()
+        if isinstance(optimizer, DPAdamBC):
+            optimizer.join_run(variance, why_unknown)
+        if isinstance(optimizer, DiSK):
+            optimizer.join_run(self.joined, variance, why_unknown)
+
+    # -- what the user asks
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """The privacy loss so far. Asking changes nothing."""
+        return self.plan.epsilon(self.charged, delta)
+
+    @property
+    def batch_open(self) -> bool:
+        """Between a batch from the loader and its step."""
+        return self._chunk is not None
+
+    @property
+    def charged(self) -> int:
+        """Steps that count against the budget."""
+        return self.steps + self._lost_steps
+
+    def epochs(self) -> Iterator[Iterator[Any]]:
+        """The rest of the plan, one iterator over batches for every expected pass over the data."""
+        per_epoch = max(1, round(1 / self.plan.sampling_rate))
+        while self.charged < self.plan.steps:
+            before = self.charged
+            yield self.loader.take(per_epoch - self.charged % per_epoch)
+            if self.charged == before:
+                return
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs besides model and optimizer: numbers, strings and tensors. Holds secret keys."""
+        return {
+            "plan": self.plan.to_json(),
+            "step": self.steps,
+            "lost_steps": self._lost_steps,
+            "key": self._key.hex(),
+            "groups": self._group_key.hex(),
+            "run": self._run,
+            "not_private": vars(self.not_private).copy(),
+            "geometry": self.geometry.state_dict(),
+            "noise": self._noise.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the run that wrote `state`. The plan must be the same.
+
+        If this run, or its ledger, knows of steps after the state (the process died after its last
+        checkpoint, or goes back to it), their results may have been seen: they stay charged, and the key is
+        changed so that their noise is not used again on other sums. Otherwise the run goes on exactly as it
+        would have.
+        """
+        if self._clip_from_probes:  # it was chosen at the first weights of the run that is continued
+            self.plan = replace(self.plan, clip=state["plan"]["clip"])
+        if state["plan"] != self.plan.to_json():
+            changed = [k for k, v in self.plan.to_json().items() if state["plan"].get(k) != v]
+            raise PrivacyError(
+                f"the checkpoint belongs to another plan: {', '.join(changed)} differ. Make the run private "
+                "with the same settings to resume it"
+            )
+        key, lost = bytes.fromhex(state["key"]), int(state["lost_steps"])
+        charged = self.charged if state["run"] == self._run else 0
+        if self._ledger is not None:
+            charged = self._ledger.open_run(state["run"], self.plan.mechanism)
+            self._ledger_open = True
+        if charged > state["step"] + lost:
+            lost = charged - state["step"]
+            key = sub_key(key + os.urandom(32), "after a loss")
+            self._check_restart()
+        self.steps, self._lost_steps, self._key, self._run = int(state["step"]), lost, key, state["run"]
+        self.not_private = NotPrivate(**state["not_private"])
+        self._group_key = bytes.fromhex(state["groups"])
+        self.geometry.load_state_dict(state["geometry"])
+        self._noise.load_state_dict(state["noise"])  # steps that were lost make it start anew at the next step
+        self._forget_batch()
+
+    def _check_restart(self) -> None:
+        """The past noise of lost steps is gone: may the stream go on without it? See `noise.stream.Stream.restart`."""
+        bands, non_negative = self.factorization.bands, self.factorization.non_negative(self.plan.steps)
+        if not (non_negative or (bands is not None and bands <= self.plan.groups)):
+            raise PrivacyError(
+                f"steps after this checkpoint were lost, and {self.factorization.name} cannot go on without their "
+                "noise: its matrix has negative entries, for which that is not known to be private. Begin a new run"
+            )
+
+    def save(self, path: str | os.PathLike[str], **others: Any) -> None:
+        """Write model, optimizer, generators, sampler, accountant, and any `others` with a state_dict()."""
+        checkpoint.save(path, self, others)
+
+    def load(self, path: str | os.PathLike[str], **others: Any) -> None:
+        """Continue from `save(path)`: bit for bit as if the run had never stopped."""
+        checkpoint.load(path, self, others)
+
+    def detach(self) -> None:
+        """Leave model and optimizer as they were. The budget that was spent stays spent."""
+        self._tape.remove()
+        self._step_hook.remove()
+        if self._ledger is not None and self._ledger_open:
+            self._ledger.close_run(self._run)
+
+    # -- the way of a batch
+
+    def _begin(self, chunk: Chunk) -> None:
+        """The loader is about to hand out `chunk`."""
+        if chunk.step != self.charged:
+            raise PrivacyError(
+                "optimizer.step() was not called for the last batch. Skipping a step because of what is in the batch "
+                "would leak; call step() for every batch. For larger batches set batch_size and max_physical_batch_size"
+            )
+        if self._ledger is not None and not self._ledger_open:
+            self._ledger.open_run(self._run, self.plan.mechanism)
+            self._ledger_open = True
+        if chunk.first:
+            self._forget_batch()
+            self._refresh()
+        elif self._rates_at_partial_step not in (None, self._rates()):
+            raise PrivacyError(
+                "a learning-rate scheduler was stepped within one logical batch, which max_physical_batch_size has "
+                "split. Write `if private.took_step: scheduler.step()`"
+            )
+        self._chunk = chunk
+
+    def _refresh(self) -> None:
+        """New maps at the present weights, which are public: results of earlier steps. No record has a part in it."""
+        if self.geometry.due(self.steps):
+            self.geometry.refresh(self.model, self._tape, self.steps)
+
+    def _rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def _empty_step(self, chunk: Chunk) -> None:
+        """A batch without records takes its step of pure noise; the loop does not see it."""
+        self._begin(chunk)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Forward and backward passes over the same batch whose gradients add up, record by record, before clipping."""
+        self._absorb()
+        self._joining = True
+        try:
+            yield
+        finally:
+            self._joining = False
+
+    def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        check_still_frozen(self._frozen_norms)
+        if self._check and self._tape.batch is not None and self._tape.batch > 1:
+            self._check = False
+            check_isolation(self.model, self._tape, args, kwargs)
+        if not self._joining:
+            self._absorb()
+
+    def _absorb(self) -> None:
+        """Clip what the last backward left behind and add it to the sums."""
+        with exactly(next(self.model.parameters()).device):
+            self._clip_and_sum()
+
+    def _clip_and_sum(self) -> None:
+        captured = self._tape.drain()
+        forms, squared, batch = captured.forms, captured.squared_norms, captured.batch
+        if squared is None:
+            return
+        scale = float(batch) if self._mean_loss else 1.0  # a mean loss has divided every gradient by the batch
+        if self._scaler is not None:
+            scale /= self._scaler.get_scale()
+        weights, finite = clip_weights(squared * scale**2, self.plan.clip, self.plan.clip_gamma)
+        whole = bool(finite.all())
+        while forms:
+            slot, form = forms.popitem()
+            total = (form if whole else form.masked(finite)).weighted_sum(weights * (scale / self.plan.batch_size))
+            place = slot, form.mapped
+            if place in self._sums:
+                total = [before.add_(part) for before, part in zip(self._sums[place], total, strict=True)]
+            self._sums[place] = total
+        self._tape.recycle()
+        self._rows += batch
+        self.not_private.samples += batch
+        self.not_private.non_finite += int((~finite).sum())
+        self.not_private.clipped += int((weights < 1).logical_and(finite).sum())
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(arg is not None for arg in args[1:]) or kwargs.get("closure") is not None:
+            raise PrivacyError(
+                "optimizer.step(closure) evaluates the loss several times a step, which is not accounted for"
+            )
+        if any(p not in self._names for group in optimizer.param_groups for p in group["params"]):
+            raise PrivacyError(
+                "the optimizer was given parameters that the model did not have when it was made private: they would "
+                "be stepped without clipping and noise. detach(), and make_private again with all of them"
+            )
+        chunk = self._chunk
+        if chunk is None:
+            raise PrivacyError(
+                "optimizer.step() without a batch from private.loader: what is sampled must be what is "
+                "accounted. Iterate over private.loader and call step() once a batch"
+            )
+        self._absorb()
+        self.took_step = chunk.last
+        if not chunk.last:
+            self._rates_at_partial_step = self._rates()
+            for p in self._names:
+                p.grad = None  # torch optimizers skip parameters without a gradient
+            return
+        if self._rows != chunk.of:
+            raise PrivacyError(
+                f"{chunk.of} samples were drawn for this step but {self._rows} were seen by backward(): every sample "
+                "must be clipped on its own, exactly once. Call backward once for every forward pass, on the batches "
+                "that private.loader yields; weight samples in the loss instead of leaving them out"
+            )
+        if self.charged >= self.plan.steps:
+            raise PrivacyError(f"all {self.plan.steps} planned steps are used up; make a new plan to go on")
+        if self.factorization.bands != 1 and self._trainable().keys() != self._layout.keys():
+            changed = ", ".join(sorted(self._trainable().keys() ^ self._layout.keys()))
+            raise PrivacyError(
+                f"{changed}: frozen or unfrozen since make_private. Correlated noise takes back in a later step what "
+                "it added in an earlier one, to the same parameters. Choose what is trainable before make_private, or "
+                "use Independent() noise"
+            )
+        if self._ledger is not None:
+            self._ledger.charge(self._run, self.charged + 1)
+        sums, maps, key, step = self._sums, self._maps, self._key, self.charged
+        self.steps += 1  # charged: from here on it counts, also if what follows fails
+        self._key = next_key(key)
+        self._forget_batch()
+        with exactly(next(self.model.parameters()).device):
+            self._release(sums, maps, sub_key(key, "noise"), step)
+
+    def _noise_variance(self) -> tuple[float | None, str]:
+        """Of every coordinate of `.grad`, if it is the same for all and at all steps; otherwise why not."""
+        if self.factorization.bands != 1:
+            return None, f"{self.factorization.name} noise varies from step to step"
+        if getattr(self.geometry, "post", 0):
+            return None, "a map after the noise (post) gives every coordinate another one"
+        return (self.plan.noise_scale / self.plan.batch_size) ** 2, ""
+
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        return {name: p for p, name in self._names.items() if p.requires_grad}
+
+    def _release(
+        self, sums: dict[tuple[Slot, bool], list[Tensor]], maps: dict[Slot, Map], key: bytes, step: int
+    ) -> None:
+        """``.grad = (Σ clip(U g_i) + w_t) / E[batch]`` for every trainable parameter, used or not; w = C⁻¹ z.
+
+        The sums hold ``Σ w_i g_i / E[batch]``; the map is linear, so U is applied here, once, to what is not mapped
+        already.
+
+        **Why any geometry goes with any noise.** Let x_t be the mapped, clipped sum of step t. Adding or removing a
+        record moves x_t by a vector of norm at most C if it was drawn and by 0 if not, in the coordinates of the
+        parameters, whatever the map U_t was: U_t is computed from public numbers and from what was released before t.
+        So (x_t) is an adaptive stream with bounded participations, which is all that the matrix mechanism
+        asks for (Denisov et al., 2022): releasing ``x + C⁻¹ z``, that is ``C⁻¹ (C x + z)``, has the privacy of
+        the Gaussian mechanism with the sensitivity of C. And no inverse map follows: the optimizer adds x_t + w_t
+        to the parameters as it is, so the noise in θ is ``A C⁻¹ z``, exactly as without a geometry; what one step added
+        is taken back later although U has changed in between. A map *after* the noise (`post`) is free too, but if it
+        changes over time the noise no longer cancels: make_private warns.
+        """
+        totals: dict[nn.Parameter, Tensor] = {}
+        while sums:
+            (slot, mapped), total = sums.popitem()
+            total = total if mapped else maps[slot].apply(total)
+            for p, part in zip(slot, total, strict=True):
+                totals[p] = totals[p] + part if p in totals else part
+        trainable = self._trainable()
+        noisy = {
+            name: totals[p].contiguous() if p in totals else torch.zeros_like(p, dtype=at_least_float32(p).dtype)
+            for name, p in trainable.items()
+        }
+        self._noise.add_(list(noisy.values()), key, self.plan.noise_scale / self.plan.batch_size, step)
+        for names, after in self.geometry.after_noise().items():
+            noisy.update(zip(names, after.apply([noisy[name] for name in names]), strict=True))
+        for name, p in trainable.items():
+            p.grad = noisy[name].to(p.dtype)
+
+    def _map_of(self, slot: Slot) -> Map:
+        """The geometry's map at the first use in a logical batch; a refresh from outside waits for the next."""
+        if slot not in self._maps:
+            self._maps[slot] = self.geometry.map_of(tuple(self._names[p] for p in slot))
+        return self._maps[slot]
+
+    def _forget_batch(self) -> None:
+        self._sums, self._maps, self._rows, self._chunk, self._rates_at_partial_step = {}, {}, 0, None, None
+        self._tape.drain()
+        self._tape.recycle()
+
+    def _placeholder_for_scaler(self) -> None:
+        smallest = min((p for p in self._names if p.requires_grad), key=lambda p: p.numel())
+        smallest.grad = torch.zeros_like(smallest)
