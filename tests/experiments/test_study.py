@@ -263,3 +263,21 @@ def test_kfc_runs_through_the_same_loop(data: experiment.Data, options: dict[str
 def test_correlated_noise_runs_through_the_same_loop(data: experiment.Data, name: str) -> None:
     result = train(replace(SETTING, epochs=0.5, noise={"name": name, "bands": 3}), data)
     assert result.steps == 4 and 0 < result.epsilon <= SETTING.epsilon
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": {"name": "Adam"}},
+        {"optimizer": {"name": "AdamW", "weight_decay": 0.1}},
+        {"optimizer": {"name": "DPAdamBC"}},
+        {"optimizer": {"name": "DiSK", "kappa": 0.7}},
+        {"geometry": {"kind": "Diagonal", "probe": {"alpha": 2.0}, "probes": 16}},
+    ],
+    ids=str,
+)
+def test_other_optimizers_and_adadps_run_through_the_same_loop(data: experiment.Data, changes: dict[str, Any]) -> None:
+    setting = replace(SETTING, epochs=0.3, **changes)
+    result = train(setting, data)
+    assert 0 < result.epsilon <= SETTING.epsilon and result.average is not None
+    assert setting.key != replace(SETTING, epochs=0.3).key

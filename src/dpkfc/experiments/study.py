@@ -14,6 +14,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
@@ -81,8 +82,9 @@ SCHEDULES: dict[str, Callable[[float], float]] = {  # factor of the learning rat
 class Setting:
     """All that a run depends on besides the data.
 
-    `geometry` holds KFC's arguments; None is DP-SGD. `noise` holds the name of the noise and its arguments; None is
-    independent.
+    `geometry` holds KFC's arguments, or with "kind": "Diagonal" those of AdaDPS; None is DP-SGD. `noise` holds the name
+    of the noise and its arguments; None is independent. `optimizer` holds the name of the optimizer (Adam, AdamW,
+    DPAdamBC, or DiSK around SGD) and its arguments; None is SGD.
     """
 
     dataset: str
@@ -102,17 +104,19 @@ class Setting:
     seed: int = 0
     validation: int = 5000  # training records held out at the end; 0 trains on all and measures on the test set
     noise: Mapping[str, Any] | None = None
+    optimizer: Mapping[str, Any] | None = None
 
     @property
     def key(self) -> str:
         """A hash of the contents."""
-        contents = {k: v for k, v in asdict(self).items() if k != "noise" or v is not None}
+        contents = {k: v for k, v in asdict(self).items() if k not in ("noise", "optimizer") or v is not None}
         return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         parts = [f"lr {self.lr:g}", f"clip {self.clip:g}"]
         parts += [f"smoothing {self.label_smoothing:g}"] if self.label_smoothing else []
         parts += [self.schedule] if self.schedule != "constant" else []
+        parts += [f"{k} {v}" for k, v in (self.optimizer or {}).items() if k != "name"]
         return ", ".join(parts + [f"{k} {v}" for k, v in (self.geometry or {}).items() if PAPER.get(k) != v])
 
 
@@ -133,7 +137,7 @@ def train(setting: Setting, data: Data, on_step: Callable[[int, int], None] = la
     records, measured = split(data, setting.validation)
     torch.manual_seed(setting.seed)
     model = paper_cnn()
-    optimizer = torch.optim.SGD(model.parameters(), lr=setting.lr, momentum=setting.momentum)
+    optimizer = optimizer_of(setting, model)
     private = dpkfc.make_private(
         model,
         optimizer,
@@ -159,12 +163,14 @@ def train(setting: Setting, data: Data, on_step: Callable[[int, int], None] = la
         scheduler.step()
         if setting.ema:
             pull = max(1 - setting.ema, 1 / private.steps)  # the plain mean at first, so the start is forgotten
-            for mean, w in zip(average, weights, strict=True):
-                mean.lerp_(w.detach(), pull)
+            with at_iterate(optimizer):
+                for mean, w in zip(average, weights, strict=True):
+                    mean.lerp_(w.detach(), pull)
         on_step(private.steps, steps)
     seconds = time.perf_counter() - begun
     private.detach()
-    last, averaged = accuracy(model, *measured.tensors), None
+    with at_iterate(optimizer):
+        last, averaged = accuracy(model, *measured.tensors), None
     if setting.ema:
         with torch.no_grad():
             for mean, w in zip(average, weights, strict=True):
@@ -185,11 +191,28 @@ def split(data: Data, validation: int) -> Data:
     return TensorDataset(images[:rest], labels[:rest]), TensorDataset(images[rest:], labels[rest:])
 
 
-def geometry_of(setting: Setting) -> dpkfc.KFC | None:
+def optimizer_of(setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
+    options = dict(setting.optimizer or {"name": "SGD"})
+    name = options.pop("name")
+    if name in ("SGD", "DiSK"):
+        sgd = torch.optim.SGD(model.parameters(), lr=setting.lr, momentum=setting.momentum)
+        return sgd if name == "SGD" else dpkfc.optim.DiSK(sgd, **options)
+    make: Callable[..., torch.optim.Optimizer] = getattr(dpkfc.optim if name == "DPAdamBC" else torch.optim, name)
+    return make(model.parameters(), lr=setting.lr, **options)
+
+
+def at_iterate(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    """Where the model is to be looked at: DiSK stands ahead of its iterate."""
+    return optimizer.iterate() if isinstance(optimizer, dpkfc.optim.DiSK) else nullcontext()
+
+
+def geometry_of(setting: Setting) -> dpkfc.KFC | dpkfc.Diagonal | None:
     if setting.geometry is None:
         return None
     options = dict(setting.geometry)
     probe = dpkfc.PinkNoise(shape=(1, SIDE, SIDE), classes=CLASSES, **options.pop("probe"))
+    if options.pop("kind", "KFC") == "Diagonal":
+        return dpkfc.Diagonal(source=probe, seed=setting.seed, **options)
     return dpkfc.KFC(probe=probe, seed=setting.seed, **options)
 
 
