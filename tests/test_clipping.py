@@ -1,4 +1,4 @@
-"""No weighted gradient is longer than the clip, for plain, automatic and normalised clipping; vanishing ones vanish."""
+"""No weighted gradient is longer than the clip, for plain and automatic clipping."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpkfc
-from dpkfc.clipping import SMALLEST, clip_weights
+from dpkfc.clipping import clip_weights
 
-GAMMAS = [None, 0.0, 0.01, 3.0]
+GAMMAS = [None, 1e-4, 0.01, 3.0]
 
 
 @given(
@@ -40,10 +40,16 @@ def test_a_gradient_of_many_tiny_numbers_does_not_blow_up(gamma: float | None, e
     assert float((weight.double() * g.double()).norm()) <= 1.0
 
 
-@pytest.mark.parametrize(("gamma", "norm"), [(0.0, 1.0), (0.01, 1 / 1.01), (1.0, 0.5)])
+@pytest.mark.parametrize(("gamma", "norm"), [(1e-4, 1 / 1.01), (0.01, 0.5), (1.0, 0.01 / 1.01)])
 def test_small_gradients_are_scaled_up(gamma: float, norm: float) -> None:
-    (weight,), _ = clip_weights(torch.tensor([1e-4**2]), 1.0, gamma * 1e-4)
-    assert float(weight) * 1e-4 == pytest.approx(norm, rel=1e-4)
+    (weight,), _ = clip_weights(torch.tensor([0.01**2]), 1.0, gamma)
+    assert float(weight) * 0.01 == pytest.approx(norm, rel=1e-4)
+
+
+def test_rounding_errors_of_a_vanishing_gradient_are_not_scaled_out_of_the_ball() -> None:
+    """Parts of size 100 that cancel leave a float32 error of about 1e-5, and hardly a norm."""
+    (weight,), _ = clip_weights(torch.tensor([1e-14]), 1.0, 1e-4)
+    assert float(weight) * 1e-5 <= 0.2
 
 
 @pytest.mark.parametrize("gamma", GAMMAS)
@@ -51,11 +57,10 @@ def test_what_is_not_finite_weighs_nothing(gamma: float | None) -> None:
     weights, finite = clip_weights(torch.tensor([math.nan, math.inf, -1.0, 0.0]), 1.0, gamma)
     assert finite.tolist() == [False, False, True, True]
     assert weights[:2].tolist() == [0, 0]
-    assert gamma is None or weights[2:].tolist() == [0, 0]
-    assert SMALLEST**2 > 0
+    assert torch.isfinite(weights).all()
 
 
-@pytest.mark.parametrize("gamma", [0.0, 0.05])
+@pytest.mark.parametrize("gamma", [1e-4, 0.05])
 def test_every_record_of_a_run_is_scaled(gamma: float) -> None:
     """Against one autograd pass a record."""
     torch.manual_seed(0)
@@ -143,6 +148,7 @@ def test_a_clip_from_probes_needs_probes() -> None:
     [
         (dpkfc.Automatic(norm=0.0), "clip=0.0"),
         (dpkfc.Automatic(gamma=-1.0), "gamma=-1.0"),
+        (dpkfc.Automatic(gamma=0.0), "at least 0.0001"),
         (dpkfc.Automatic(gamma=math.nan), "gamma=nan"),
         (math.inf, "clip=inf"),
     ],

@@ -9,7 +9,7 @@ from torch import Tensor
 
 ROUNDING = 1e-6  # the usual relative error of a float32 norm
 MARGIN = 1e-4  # and what no norm exceeds, by which the noise is larger than the clip asks for
-SMALLEST = 1e-6  # far below it squares begin to underflow in float32, and a norm may be wrong altogether
+SMALLEST_GAMMA = 1e-4
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,11 @@ class Automatic:
     """Automatic clipping (Bu et al., 2023): ``C g / (‖g‖ + γ)``, for every record, however small its gradient.
 
     One number less to tune: with plain clipping at a small C nearly every gradient is clipped anyway, and C only scales
-    the step. γ = 0 normalises every gradient to C; a positive γ lets vanishing ones vanish.
+    the step. A small γ normalises every gradient to C; a larger one lets small gradients stay small.
+
+    γ is at least 1e-4. A vector that is computed with an error e is scaled to at most
+    ``C (‖g‖ + e) / (‖g‖ + γ) ≤ C max(1, e/γ)``: were γ = 0, rounding alone, where large parts of a gradient cancel, or
+    a norm that underflows, could leave the ball.
     """
 
     norm: float = 1.0  # C
@@ -27,8 +31,7 @@ class Automatic:
 def clip_weights(squared_norms: Tensor, clip: float, gamma: float | None = None) -> tuple[Tensor, Tensor]:
     """``min(1, C (1 - ROUNDING) / ‖g_i‖)`` for each sample, and which samples are finite.
 
-    With `gamma`, ``C (1 - ROUNDING) / (‖g_i‖ + γ)`` instead: without the bound of 1, a norm that has underflowed must
-    not be divided by; a gradient below `SMALLEST` gets weight 0. Either way ``‖weight · g‖ ≤ C``.
+    With `gamma`, ``C (1 - ROUNDING) / (‖g_i‖ + γ)`` instead. Either way ``‖weight · g‖ ≤ C``.
 
     A sample whose norm is NaN or infinite gets weight exactly 0. The caller must also drop its vectors,
     since 0 · NaN is NaN.
@@ -38,5 +41,5 @@ def clip_weights(squared_norms: Tensor, clip: float, gamma: float | None = None)
     if gamma is None:
         weights = (clip * (1 - ROUNDING) / norms).clamp(max=1.0)
     else:
-        weights = torch.where(norms > SMALLEST, clip * (1 - ROUNDING) / (norms + gamma), 0.0)
+        weights = clip * (1 - ROUNDING) / (norms + gamma)
     return torch.where(finite, weights, torch.zeros_like(weights)), finite

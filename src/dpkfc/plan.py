@@ -19,7 +19,7 @@ from rich.table import Table
 
 from dpkfc.accounting.calibrate import Accountant, calibrate_noise, epsilon_spent
 from dpkfc.accounting.events import Mechanism
-from dpkfc.clipping import MARGIN, Automatic
+from dpkfc.clipping import MARGIN, SMALLEST_GAMMA, Automatic
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.factorization import IDENTITY, Factorization
 from dpkfc.noise.sensitivity import Participation
@@ -274,8 +274,11 @@ def read_clip(clip: float | Automatic) -> tuple[float, float | None]:
     norm, gamma = (clip.norm, clip.gamma) if isinstance(clip, Automatic) else (clip, None)
     if not (isinstance(norm, Real) and norm > 0 and math.isfinite(norm)):
         raise PrivacyError(f"clip={norm!r}: must be a positive, finite number, since it bounds what one record can do")
-    if gamma is not None and not (gamma >= 0 and math.isfinite(gamma)):
-        raise PrivacyError(f"gamma={gamma!r} of automatic clipping: must be a finite number, 0 or larger")
+    if gamma is not None and not SMALLEST_GAMMA <= gamma < math.inf:
+        raise PrivacyError(
+            f"gamma={gamma!r} of automatic clipping: must be finite and at least {SMALLEST_GAMMA:g}; smaller ones "
+            "would scale up the rounding errors of vanishing gradients"
+        )
     return float(norm), gamma
 
 
