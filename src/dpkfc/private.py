@@ -23,6 +23,9 @@ from dpkfc.clipping import Automatic
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.identity import Geometry, Identity
 from dpkfc.noise.choose import Auto, Noise, choose
+from dpkfc.noise.factorization import Factorization
+from dpkfc.optim.adambc import DPAdamBC
+from dpkfc.optim.disk import DiSK
 from dpkfc.plan import Plan, Sampling, batches
 from dpkfc.run import Private
 from dpkfc.sampling import CyclicPoisson, PrivateLoader, read_dataset
@@ -135,6 +138,8 @@ def make_private(
         plan = Plan.make(
             **run, geometry=geometry.name, public_geometry=geometry.public, noise=factorization, sampling=sampling
         )
+        if isinstance(optimizer, DPAdamBC | DiSK):
+            optimizer.learn_noise(*_noise_variance(plan, factorization, geometry))
         if loss is not None:
             _try_loss(model, tape, data, options, loss, loss_reduction == "mean")
     except BaseException:
@@ -165,6 +170,15 @@ def make_private(
         private._empty_step,
     )
     return private
+
+
+def _noise_variance(plan: Plan, noise: Factorization, geometry: Geometry) -> tuple[float | None, str]:
+    """Of every coordinate of `.grad`, if it is the same for all and at all steps; otherwise None, and why not."""
+    if noise.bands != 1:
+        return None, f"{noise.name} noise varies from step to step"
+    if getattr(geometry, "post", 0):
+        return None, "a map after the noise (post) gives every coordinate another one"
+    return (plan.noise_scale / plan.batch_size) ** 2, ""
 
 
 def _clip_from_probes(geometry: Geometry, model: nn.Module, tape: Tape) -> float:

@@ -32,7 +32,6 @@ from dpkfc.errors import PrivacyError
 from dpkfc.geometry.identity import Geometry, Map
 from dpkfc.noise.factorization import Factorization
 from dpkfc.noise.rng import first_key, next_key, sub_key
-from dpkfc.optim.adambc import DPAdamBC
 from dpkfc.optim.disk import DiSK
 from dpkfc.plan import Plan
 from dpkfc.sampling import Chunk, PrivateLoader
@@ -94,11 +93,8 @@ class Private:
         if grad_scaler is not None:
             tape.on_gradient = self._placeholder_for_scaler
         self._step_hook = optimizer.register_step_pre_hook(self._before_step)
-        variance, why_unknown = self._noise_variance()
-        if isinstance(optimizer, DPAdamBC):
-            optimizer.join_run(variance, why_unknown)
         if isinstance(optimizer, DiSK):
-            optimizer.join_run(self.joined, variance, why_unknown)
+            optimizer.joined = self.joined
 
     # -- what the user asks
 
@@ -323,14 +319,6 @@ class Private:
         self._forget_batch()
         with exactly(next(self.model.parameters()).device):
             self._release(sums, maps, sub_key(key, "noise"), step)
-
-    def _noise_variance(self) -> tuple[float | None, str]:
-        """Of every coordinate of `.grad`, if it is the same for all and at all steps; otherwise why not."""
-        if self.factorization.bands != 1:
-            return None, f"{self.factorization.name} noise varies from step to step"
-        if getattr(self.geometry, "post", 0):
-            return None, "a map after the noise (post) gives every coordinate another one"
-        return (self.plan.noise_scale / self.plan.batch_size) ** 2, ""
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for p, name in self._names.items() if p.requires_grad}

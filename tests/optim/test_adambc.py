@@ -119,8 +119,15 @@ def test_groups_keep_a_variance_that_was_given() -> None:
 )
 @pytest.mark.filterwarnings("ignore:.*correlated noise cancels")
 def test_noise_without_one_variance_is_refused(settings: dict[str, Any]) -> None:
+    seen: list[nn.Module] = []
+
+    def remember(model: nn.Module) -> DPAdamBC:
+        seen.append(model)
+        return DPAdamBC(model.parameters())
+
     with pytest.raises(dpkfc.PrivacyError, match="DPAdamBC corrects for noise of one known variance"):
-        private(**settings)
+        private(remember, **settings)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in seen[0].modules())
 
 
 def test_an_optimizer_that_does_not_know_the_noise_says_so() -> None:

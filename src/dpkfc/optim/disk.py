@@ -50,18 +50,15 @@ class DiSK(Optimizer):
         self.optimizer, self.kappa = optimizer, kappa
         self.gamma = ahead if gamma is None else gamma
         self.gradients_a_step = 1 if gamma is None or abs(gamma - ahead) < 1e-12 or kappa == 1 else 2
-        self._joined: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.joined: Callable[[], AbstractContextManager[None]] = nullcontext  # that of the run, set by make_private
         super().__init__(optimizer.param_groups, {})  # the same dictionaries, so schedulers reach both
         self.defaults = optimizer.defaults
 
-    def join_run(
-        self, joined: Callable[[], AbstractContextManager[None]], noise_variance: float | None, why_unknown: str
-    ) -> None:
+    def learn_noise(self, noise_variance: float | None, why_unknown: str) -> None:
         """Called by `make_private`. The filter leaves κ / (2-κ) of the variance of independent noise."""
-        self._joined = joined
-        if hasattr(self.optimizer, "join_run"):
+        if hasattr(self.optimizer, "learn_noise"):
             left = None if noise_variance is None else noise_variance * self.kappa / (2 - self.kappa)
-            self.optimizer.join_run(left, why_unknown)
+            self.optimizer.learn_noise(left, why_unknown)
 
     def backward(self, closure: Callable[[], Tensor]) -> Tensor:
         """The gradients of ``closure()``, the loss of the batch: at one point, or at two, combined record by record."""
@@ -70,7 +67,7 @@ class DiSK(Optimizer):
             loss.backward()
             return loss.detach()
         share = (1 - self.kappa) / (self.kappa * self.gamma)
-        with self._joined():
+        with self.joined():
             loss = closure()
             ((1 - share) * loss).backward()
             with self._at(lambda state: state["iterate"].add(state["move"], alpha=self.gamma)):
