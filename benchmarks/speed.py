@@ -52,6 +52,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.workloads import WORKLOADS, Record, Workload, loss
 from dpkfc import KFC, Identity, make_private
+from dpkfc.experiments.arguments import names_among
 from dpkfc.geometry.identity import Geometry
 
 CLIP = NOISE_MULTIPLIER = 1.0
@@ -466,9 +467,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where the figures go")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw the ratios (needs matplotlib)")
     parser.add_argument(
-        "--workloads", type=_names(WORKLOADS), default=list(WORKLOADS), metavar="A,B", help="default: all"
+        "--workloads", type=names_among(WORKLOADS), default=list(WORKLOADS), metavar="A,B", help="default: all"
     )
-    parser.add_argument("--arms", type=_names(ARMS), default=list(ARMS), metavar="A,B", help="default: all")
+    parser.add_argument("--arms", type=names_among(ARMS), default=list(ARMS), metavar="A,B", help="default: all")
     parser.add_argument("--rounds", type=positive, default=7, help="timing rounds (default 7)")
     parser.add_argument("--threads", type=positive, default=2, help="torch threads (default 2)")
     chosen = parser.parse_args(arguments)
@@ -481,17 +482,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console.print(remark, markup=False, highlight=False, soft_wrap=True)
     if chosen.plot:
         plot(result, chosen.plot)
-
-
-def _names(known: dict[str, Any]) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        names = text.split(",")
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is not known: choose from {', '.join(known)}")
-        return names
-
-    return parse
 
 
 def positive(text: str) -> int:

@@ -91,32 +91,28 @@ class Plan:
             raise PrivacyError("give exactly one of epsilon (the noise is calibrated) and noise_multiplier")
         sampling = sampling or _preferred(noise, records // batch_size)
         groups, sensitivity, growth = _turns(noise, sampling, records, batch_size, steps)
-        rate = 1.0 if growth else groups * batch_size / records
-        if epsilon is not None:
-            noise_multiplier = _calibrated(
-                Mechanism(rate, 1.0, steps, True, groups, growth), epsilon, delta, accountant
-            )
-        assert noise_multiplier is not None
-        if not (noise_multiplier >= 0 and math.isfinite(noise_multiplier)):
-            raise PrivacyError(f"noise_multiplier={noise_multiplier}: must be a finite number, 0 or larger")
-        return Plan(
-            records,
-            batch_size,
-            steps,
-            norm,
-            float(noise_multiplier),
-            delta,
-            epsilon,
-            accountant,
-            geometry,
-            public_geometry,
-            noise.name,
-            sampling,
-            groups,
-            sensitivity,
-            gamma,
-            growth,
+        plan = Plan(
+            records=records,
+            batch_size=batch_size,
+            steps=steps,
+            clip=norm,
+            noise_multiplier=1.0 if noise_multiplier is None else float(noise_multiplier),
+            delta=delta,
+            target_epsilon=epsilon,
+            accountant=accountant,
+            geometry=geometry,
+            public_geometry=public_geometry,
+            noise=noise.name,
+            sampling=sampling,
+            groups=groups,
+            noise_sensitivity=sensitivity,
+            clip_gamma=gamma,
+            growth=growth,
         )
+        public = replace(plan.mechanism, public_geometry=True)  # which also refuses noise that is no number
+        if epsilon is None:
+            return plan
+        return replace(plan, noise_multiplier=_calibrated(public, epsilon, delta, accountant))
 
     @property
     def sampling_rate(self) -> float:
@@ -201,16 +197,13 @@ class Plan:
         return f"each record's mapped gradient to L2 norm {self.clip:g}{how}, over all trainable parameters at once"
 
     def _sampling_in_words(self) -> str:
+        expected = f"{self.batch_size} expected"
         if self.groups == 1:
-            return f"Poisson: each record joins a step with probability {self.sampling_rate:.4g}, {self._expected()}"
+            return f"Poisson: each record joins a step with probability {self.sampling_rate:.4g}, {expected}"
         return (
             f"{NAMES[self.sampling]}: {self.groups} random groups take turns, a record joins a step of its group with "
-            f"probability {self.rate_in_turn:.4g}, {self._expected()}"
-            + ("; not counted in its favour" if self.growth else "")
+            f"probability {self.rate_in_turn:.4g}, {expected}" + ("; not counted in its favour" if self.growth else "")
         )
-
-    def _expected(self) -> str:
-        return f"{self.batch_size} expected"
 
     def _noise_in_words(self) -> str:
         scale = f"{self.noise_multiplier:.4g} x {self.clip:g}"

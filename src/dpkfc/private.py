@@ -13,12 +13,7 @@ from dpkfc.accounting.calibrate import Accountant
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.capture.tape import Tape
 from dpkfc.capture.units import partition
-from dpkfc.check import (
-    ROWS,
-    check_loss,
-    check_model,
-    check_optimizer,
-)
+from dpkfc.check import ROWS, check_loss, check_model, check_optimizer
 from dpkfc.clipping import Automatic
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.identity import Geometry, Identity
@@ -139,7 +134,7 @@ def make_private(
             **run, geometry=geometry.name, public_geometry=geometry.public, noise=factorization, sampling=sampling
         )
         if isinstance(optimizer, DPAdamBC | DiSK):
-            optimizer.learn_noise(*_noise_variance(plan, factorization, geometry))
+            optimizer.learn_noise(*_noise_variance(plan, factorization, rescaled))
         if loss is not None:
             _try_loss(model, tape, data, options, loss, loss_reduction == "mean")
     except BaseException:
@@ -172,12 +167,12 @@ def make_private(
     return private
 
 
-def _noise_variance(plan: Plan, noise: Factorization, geometry: Geometry) -> tuple[float | None, str]:
+def _noise_variance(plan: Plan, noise: Factorization, rescaled: str | None) -> tuple[float | None, str]:
     """Of every coordinate of `.grad`, if it is the same for all and at all steps; otherwise None, and why not."""
     if noise.bands != 1:
         return None, f"{noise.name} noise varies from step to step"
-    if getattr(geometry, "post", 0):
-        return None, "a map after the noise (post) gives every coordinate another one"
+    if rescaled:
+        return None, rescaled
     return (plan.noise_scale / plan.batch_size) ** 2, ""
 
 

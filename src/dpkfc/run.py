@@ -143,10 +143,11 @@ class Private:
         changed so that their noise is not used again on other sums. Otherwise the run goes on exactly as it
         would have.
         """
+        plan = self.plan
         if self._clip_from_probes:  # it was chosen at the first weights of the run that is continued
-            self.plan = replace(self.plan, clip=state["plan"]["clip"])
-        if state["plan"] != self.plan.to_json():
-            changed = [k for k, v in self.plan.to_json().items() if state["plan"].get(k) != v]
+            plan = replace(plan, clip=state["plan"]["clip"])
+        if state["plan"] != plan.to_json():
+            changed = [k for k, v in plan.to_json().items() if state["plan"].get(k) != v]
             raise PrivacyError(
                 f"the checkpoint belongs to another plan: {', '.join(changed)} differ. Make the run private "
                 "with the same settings to resume it"
@@ -154,17 +155,18 @@ class Private:
         key, lost = bytes.fromhex(state["key"]), int(state["lost_steps"])
         charged = self.charged if state["run"] == self._run else 0
         if self._ledger is not None:
-            charged = self._ledger.open_run(state["run"], self.plan.mechanism)
+            charged = self._ledger.open_run(state["run"], plan.mechanism)
             self._ledger_open = True
         if charged > state["step"] + lost:
             lost = charged - state["step"]
             key = sub_key(key + os.urandom(32), "after a loss")
             self._check_restart()
+        self._noise.load_state_dict(state["noise"])  # steps that were lost make it start anew at the next step
+        self.plan = plan
         self.steps, self._lost_steps, self._key, self._run = int(state["step"]), lost, key, state["run"]
         self.not_private = NotPrivate(**state["not_private"])
         self._group_key = bytes.fromhex(state["groups"])
         self.geometry.load_state_dict(state["geometry"])
-        self._noise.load_state_dict(state["noise"])  # steps that were lost make it start anew at the next step
         self._forget_batch()
 
     def _check_restart(self) -> None:

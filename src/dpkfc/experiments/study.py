@@ -13,7 +13,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -30,6 +30,7 @@ from torch.utils.data import TensorDataset
 
 import dpkfc
 from dpkfc.data.idx import CLASSES, SIDE, Scaling, idx_images
+from dpkfc.experiments.arguments import names_among
 from dpkfc.models import paper_cnn
 from dpkfc.noise.choose import Noise
 from dpkfc.report.accuracy_table import Summary, accuracy_markdown, accuracy_table, plot_accuracy
@@ -346,8 +347,8 @@ def main(study: Study, arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m {study.module}", description=study.about)
     parser.add_argument("--data-dir", type=Path, help="the folder with mnist/ and fashion-mnist/ (default $DPKFC_DATA)")
     tasks, arms = list(study.tasks), study.arms
-    parser.add_argument("--task", type=_names(tasks), default=tasks, metavar="A,B", help=f"of {', '.join(tasks)}")
-    parser.add_argument("--arms", type=_names(arms), default=arms, metavar="A,B", help=f"of {', '.join(arms)}")
+    parser.add_argument("--task", type=names_among(tasks), default=tasks, metavar="A,B", help=f"of {', '.join(tasks)}")
+    parser.add_argument("--arms", type=names_among(arms), default=arms, metavar="A,B", help=f"of {', '.join(arms)}")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE.jsonl", help="results; for the table, a folder"
     )
@@ -374,14 +375,3 @@ def main(study: Study, arguments: Sequence[str] | None = None) -> None:
             show(study, chosen.out, console)
     except (dpkfc.PrivacyError, OSError, ValueError) as error:
         sys.exit(f"{study.module}: {error}")
-
-
-def _names(known: Collection[str]) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        names = text.split(",")
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is not known: choose from {', '.join(known)}")
-        return names
-
-    return parse

@@ -25,7 +25,7 @@ from dpkfc.geometry.probes.infer import infer_probe
 from dpkfc.geometry.probes.probe import Probe
 from dpkfc.geometry.probes.public import Hybrid
 from dpkfc.geometry.probes.targets import Loss
-from dpkfc.geometry.probing import Probing, diverged, gradients, mapped_norms
+from dpkfc.geometry.probing import Probing, diverged, gradients
 
 if TYPE_CHECKING:
     from dpkfc.capture.tape import Tape
@@ -144,9 +144,7 @@ class Diagonal:
     def probe_norms(self, model: nn.Module, tape: Tape) -> Tensor | None:
         assert self.source is not None
         self.refresh(model, tape, 0)
-        names = {p: name for name, p in model.named_parameters()}
-        passes = self._probing.passes(model, tape, self.source, self._probing.generator(0, "clip"))
-        return mapped_norms(passes, lambda slot: self.map_of(tuple(names[p] for p in slot)))
+        return self._probing.mapped_norms(model, tape, self.source, self.map_of)
 
     def map_of(self, parameters: Names) -> Map:
         return self._maps.get(parameters, UNCHANGED)

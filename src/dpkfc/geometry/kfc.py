@@ -39,7 +39,7 @@ from dpkfc.geometry.probes.infer import infer_probe
 from dpkfc.geometry.probes.probe import Probe
 from dpkfc.geometry.probes.public import Hybrid
 from dpkfc.geometry.probes.targets import Loss
-from dpkfc.geometry.probing import Probing, diverged, gradients, mapped_norms
+from dpkfc.geometry.probing import Probing, diverged, gradients
 
 if TYPE_CHECKING:
     from dpkfc.capture.tape import Call, Tape
@@ -157,10 +157,8 @@ class KFC:
     def probe_norms(self, model: nn.Module, tape: Tape) -> Tensor | None:
         assert self.probe is not None
         self.refresh(model, tape, 0)
-        names = {p: name for name, p in model.named_parameters()}
         source = next(iter(self.probe.sources.values())) if isinstance(self.probe, Hybrid) else self.probe
-        passes = self._probing.passes(model, tape, source, self._probing.generator(0, "clip"))
-        return mapped_norms(passes, lambda slot: self.map_of(tuple(names[p] for p in slot)))
+        return self._probing.mapped_norms(model, tape, source, self.map_of)
 
     def map_of(self, parameters: Names) -> Map:
         return self._maps.get(parameters, UNCHANGED)

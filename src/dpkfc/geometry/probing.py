@@ -65,6 +65,19 @@ class Probing:
                 losses.sum().backward()
             yield calls
 
+    def mapped_norms(
+        self, model: nn.Module, tape: Tape, probe: Probe, map_of: Callable[[tuple[str, ...]], Map]
+    ) -> Tensor:
+        """``‖U g‖`` of every probe at the present weights."""
+        names = {p: name for name, p in model.named_parameters()}
+        norms = []
+        for calls in self.passes(model, tape, probe, self.generator(0, "clip")):
+            with torch.no_grad():
+                forms = gradients(calls).items()
+                squared = [form.squared_norms(map_of(tuple(names[p] for p in slot))) for slot, form in forms]
+                norms.append(torch.stack(squared).sum(0).sqrt())
+        return torch.cat(norms)
+
 
 @contextlib.contextmanager
 def _no_trace(model: nn.Module, generator: torch.Generator) -> Iterator[None]:
@@ -87,16 +100,6 @@ def gradients(calls: list[Call]) -> dict[Slot, Form]:
         for slot, form in made.gradients(lambda slot: UNCHANGED):
             forms.setdefault(slot, []).append(form)
     return {slot: join(uses) for slot, uses in forms.items()}
-
-
-def mapped_norms(passes: Iterator[list[Call]], map_of: Callable[[Slot], Map]) -> Tensor:
-    """``‖U g‖`` of every probe."""
-    norms = []
-    for calls in passes:
-        with torch.no_grad():
-            squared = [form.squared_norms(map_of(slot)) for slot, form in gradients(calls).items()]
-            norms.append(torch.stack(squared).sum(0).sqrt())
-    return torch.cat(norms)
 
 
 def diverged(where: str) -> PrivacyError:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 from torch.optim import Optimizer
 
 from dpkfc.errors import PrivacyError
-from dpkfc.noise.factorization import REGENERATED, Factorization
+from dpkfc.noise.factorization import IDENTITY, REGENERATED, Factorization
 from dpkfc.noise.independent import Independent
 from dpkfc.noise.toeplitz import BandedSquareRoot, BandedToeplitz, BufferedToeplitz, InverseSquareRoot, LambdaCGD
 from dpkfc.noise.workload import Workload, is_linear
@@ -96,17 +96,14 @@ def choose(
 
     `rescaled` says what changes the noisy gradients over time before they reach the parameters, if anything does.
     """
-    if noise is None:
-        noise = Independent()
-    if isinstance(noise, Independent):
-        return noise.factorize(noise.workload, run["steps"], 1)
-    if isinstance(noise, str):
-        if noise != "auto":
-            raise PrivacyError(f"noise={noise!r}: pass 'auto', or an object such as dpkfc.BandedToeplitz(bands=16)")
+    if noise is None or isinstance(noise, Independent):
+        return IDENTITY
+    if noise == "auto":
         noise = Auto()
-    if not (isinstance(noise, Auto) or hasattr(noise, "factorize")):
+    if isinstance(noise, str) or not (isinstance(noise, Auto) or hasattr(noise, "factorize")):
         raise PrivacyError(f"noise={noise!r}: pass 'auto', or an object such as dpkfc.BandedToeplitz(bands=16)")
-    if not is_linear(optimizer):
+    linear = is_linear(optimizer)
+    if not linear:
         rescaled = rescaled or f"{type(optimizer).__name__} rescales every gradient by the past ones"
     if isinstance(noise, Auto):
         if sampling is not None:
@@ -114,13 +111,13 @@ def choose(
         if run.get("epsilon") is None:
             raise PrivacyError("noise='auto' compares at equal epsilon: give epsilon instead of noise_multiplier")
         if rescaled:
-            return Independent().factorize(Independent.workload, run["steps"], 1)
+            return IDENTITY
         workload = noise.workload or Workload.of(optimizer)
         tried = recipes(noise.max_buffers, run["records"] // run["batch_size"])
         return best([evaluate(one, workload, **run) for one in tried]).factorization
     if rescaled:
         warnings.warn(WHY_NOT.format(rescaled), stacklevel=3)
-    workload = noise.workload or (Workload.of(optimizer) if is_linear(optimizer) else Workload.sgd(momentum=0.9))
+    workload = noise.workload or (Workload.of(optimizer) if linear else Workload.sgd(momentum=0.9))
     return _factorize(noise, workload, run)
 
 

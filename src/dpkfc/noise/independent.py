@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from dpkfc.noise.factorization import IDENTITY, Factorization
 from dpkfc.noise.workload import Workload
@@ -12,7 +13,7 @@ from dpkfc.noise.workload import Workload
 class Independent:
     """Every step adds fresh ``N(0, scale² I)`` to the sum: the identity factorization, whatever the workload."""
 
-    workload = Workload.sgd()
+    workload: ClassVar[Workload | None] = None
 
     def factorize(self, workload: Workload, n: int, separation: int) -> Factorization:
         return IDENTITY

@@ -39,7 +39,41 @@ class Stream(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Ring:
+class _Order:
+    """Steps come in order, each once; after a gap the stream starts anew."""
+
+    _next = 0
+
+    def _take(self, step: int) -> None:
+        if step < self._next:
+            raise PrivacyError(f"noise of step {step} was asked for again: it would be used twice")
+        if step > self._next:
+            self.restart()
+        self._next = step + 1
+
+    def restart(self) -> None:
+        raise NotImplementedError
+
+
+class _Buffers(_Order):
+    """Streams that keep vectors of the size of the model."""
+
+    def __init__(self, buffers: int, size: int) -> None:
+        self._past = torch.zeros(buffers, size)
+
+    def restart(self) -> None:
+        self._past.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"past": self._past, "next": self._next} if len(self._past) else {"next": self._next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if len(self._past):
+            self._past.copy_(_same_shape(state["past"], self._past))
+        self._next = int(state["next"])
+
+
+class Ring(_Buffers):
     """``w_t = lead z_t + Σ_{j≥1} lags_j past_{t-j}``: banded C keeps outputs w, banded C⁻¹ inputs z.
 
     Past step s is in row s mod K of the buffer, so that nothing is moved.
@@ -53,19 +87,17 @@ class Ring:
         gain: Callable[[int], float],
         keeps: Literal["outputs", "inputs"],
     ) -> None:
-        self._past = torch.zeros(buffers, size)
+        super().__init__(buffers, size)
         self._row, self._gain, self._keeps = row, gain, keeps
-        self._next = 0
 
     def add_(self, sums: list[Tensor], key: bytes, scale: float, step: int) -> None:
-        if step > self._next:
-            self.restart()
-        self._next = _after(step, self._next)
+        if len(self._past):  # without a past, independent noise goes to sums of any size
+            _check_size(sums, self._past.shape[1])
+        self._take(step)
         lead, lags = self._row(step)
-        if not len(self._past):  # independent noise, for sums of any size
+        if not len(self._past):
             add_normal_(sums, key, scale * lead * self._gain(step))
         else:
-            _check_size(sums, self._past.shape[1])
             add_lanes_(sums, self._lanes(key, step, lead, lags), scale * self._gain(step))
 
     def _lanes(self, key: bytes, step: int, lead: float, lags: Array) -> Iterator[Tensor]:
@@ -81,19 +113,8 @@ class Ring:
             yield w
             start += len(z)
 
-    def restart(self) -> None:
-        self._past.zero_()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"past": self._past, "next": self._next} if len(self._past) else {"next": self._next}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if len(self._past):
-            self._past.copy_(_same_shape(state["past"], self._past))
-        self._next = int(state["next"])
-
-
-class Regenerated:
+class Regenerated(_Order):
     """``w_t = Σ_j d_j z_{t-j}`` with the past z computed anew from the last p-1 keys: no buffers.
 
     The keys of past noise are kept (and go into checkpoints) where the ring keeps past noise itself.
@@ -102,17 +123,13 @@ class Regenerated:
     def __init__(self, size: int, d: Array) -> None:
         self._size, self._d = size, d
         self._keys: list[bytes] = []  # of the last steps, newest first
-        self._next = 0
 
     def add_(self, sums: list[Tensor], key: bytes, scale: float, step: int) -> None:
-        if step > self._next:
-            self.restart()
         _check_size(sums, self._size)
-        self._next = _after(step, self._next)
-        self._keys = [key, *self._keys][: len(self._d)]
-        for coefficient, old in zip(self._d, self._keys, strict=False):
+        self._take(step)
+        for coefficient, old in zip(self._d, [key, *self._keys], strict=False):
             add_lanes_(sums, normal_lanes(old, self._size), scale * float(coefficient))
-        self._keys = self._keys[: len(self._d) - 1]
+        self._keys = [key, *self._keys][: len(self._d) - 1]
 
     def restart(self) -> None:
         self._keys = []
@@ -127,20 +144,17 @@ class Regenerated:
         self._next = int(state["next"])
 
 
-class States:
+class States(_Buffers):
     """``w_t = z_t - Σ_i ω_i s_i`` and then ``s_i ← λ_i s_i + w_t``: one buffer a pole."""
 
     def __init__(self, size: int, weights: Array, poles: Array) -> None:
-        self._past = torch.zeros(len(poles), size)
+        super().__init__(len(poles), size)
         self._weights = torch.from_numpy(weights).float()
         self._poles = torch.from_numpy(poles).float()[:, None]
-        self._next = 0
 
     def add_(self, sums: list[Tensor], key: bytes, scale: float, step: int) -> None:
-        if step > self._next:
-            self.restart()
         _check_size(sums, self._past.shape[1])
-        self._next = _after(step, self._next)
+        self._take(step)
         add_lanes_(sums, self._lanes(key), scale)
 
     def _lanes(self, key: bytes) -> Iterator[Tensor]:
@@ -152,29 +166,13 @@ class States:
             yield w
             start += len(z)
 
-    def restart(self) -> None:
-        self._past.zero_()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"past": self._past, "next": self._next}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._past.copy_(_same_shape(state["past"], self._past))
-        self._next = int(state["next"])
-
 
 def _check_size(sums: list[Tensor], size: int) -> None:
-    if sum(tensor.numel() for tensor in sums) != size:
+    given = sum(tensor.numel() for tensor in sums)
+    if given != size:
         raise PrivacyError(
-            f"this noise is for {size} numbers, not for {sum(tensor.numel() for tensor in sums)}: the set of trainable "
-            "parameters must stay the same"
+            f"this noise is for {size} numbers, not for {given}: the set of trainable parameters must stay the same"
         )
-
-
-def _after(step: int, expected: int) -> int:
-    if step < expected:
-        raise PrivacyError(f"noise of step {step} was asked for again: it would be used twice")
-    return step + 1
 
 
 def _same_shape(given: Tensor, own: Tensor) -> Tensor:
