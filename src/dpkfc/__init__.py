@@ -17,6 +17,7 @@ from dpkfc.geometry.kfc import KFC
 from dpkfc.geometry.probes.pink import PinkNoise
 from dpkfc.geometry.probes.public import Hybrid, Oracle, PublicData
 from dpkfc.geometry.probes.tabular import Tabular
+from dpkfc.geometry.probes.through import Through
 from dpkfc.geometry.probes.tokens import Tokens
 from dpkfc.losses import mean_over_records
 from dpkfc.noise.banded import Banded
@@ -59,6 +60,7 @@ __all__ = [
     "Private",
     "PublicData",
     "Tabular",
+    "Through",
     "Tokens",
     "Workload",
     "fix",

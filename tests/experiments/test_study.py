@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from dpkfc.experiments import correlated, geometry
+from dpkfc.experiments import correlated, geometry, optimizers
 from dpkfc.experiments import study as experiment
-from dpkfc.experiments.study import SEEDS, Result, Setting, choose, finals, split, summarise, train, tries
+from dpkfc.experiments.study import SEEDS, Follow, Result, Setting, choose, finals, split, summarise, train, tries
 
 STUDY, ARMS = geometry.STUDY, geometry.STUDY.arms
 TINY: dict[str, Any] = {"batch_size": 8, "epochs": 0.1, "epsilon": 3.0, "validation": 20}  # one step on 60 records
@@ -37,8 +37,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def data(folder: Path) -> experiment.Data:
-    return experiment.idx_images("mnist", folder)
+def load(folder: Path) -> experiment.Load:
+    return lambda dataset, scaling: experiment.idx_images(dataset, folder, scaling)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
     """Every setting that `train` was asked for; the larger the rate, the better on validation and the worse on test."""
     calls: list[Setting] = []
 
-    def fake(setting: Setting, data: experiment.Data, on_step: Any) -> Result:
+    def fake(setting: Setting, load: experiment.Load, on_step: Any) -> Result:
         calls.append(setting)
         on_step(1, 1)
         accuracy = setting.lr / 10 if setting.validation else 0.9 - setting.lr / 10 + setting.seed / 1000
@@ -61,10 +61,10 @@ def row(setting: Setting, last: float, average: float | None = None) -> experime
     return {"key": setting.key, "setting": asdict(setting), "result": asdict(result)}
 
 
-@pytest.mark.parametrize("study", [geometry.STUDY, correlated.STUDY], ids=lambda study: study.module)
+@pytest.mark.parametrize("study", [geometry.STUDY, correlated.STUDY, optimizers.STUDY], ids=lambda study: study.module)
 def test_every_arm_has_the_same_number_of_different_tries(study: experiment.Study) -> None:
-    for task in study.tasks:
-        settings = tries(study, task, study.arms)
+    for task in set(study.tasks) - set(study.follows):
+        settings = tries(study, [], task, study.arms)
         each = len(settings) // len(study.arms)
         assert {len(choices) for choices in study.grid(task).values()} == {each}
         assert len({setting.key for setting in settings}) == len(settings) > len(study.arms)
@@ -73,7 +73,7 @@ def test_every_arm_has_the_same_number_of_different_tries(study: experiment.Stud
 def test_arms_of_the_study_of_noise_differ_only_in_what_their_names_say() -> None:
     for task, common in correlated.STUDY.tasks.items():
         rates: dict[str, set[float]] = {}
-        for setting in tries(correlated.STUDY, task, correlated.STUDY.arms):
+        for setting in tries(correlated.STUDY, [], task, correlated.STUDY.arms):
             assert (setting.geometry is not None) == setting.arm.startswith("dp-kfc")
             assert (setting.noise is None) == setting.arm.endswith("independent")
             assert setting.noise is None or setting.noise["bands"] == 16
@@ -84,7 +84,7 @@ def test_arms_of_the_study_of_noise_differ_only_in_what_their_names_say() -> Non
 
 
 def test_arms_differ_only_in_what_their_names_say() -> None:
-    for setting in tries(STUDY, "mnist", ARMS):
+    for setting in tries(STUDY, [], "mnist", ARMS):
         assert (setting.geometry is not None) == setting.arm.startswith("dp-kfc")
         assert bool(setting.label_smoothing) == setting.arm.endswith("smoothing")
         assert (setting.epsilon, setting.delta, setting.epochs, setting.batch_size) == (1.0, 1e-5, 5, 256)
@@ -92,18 +92,18 @@ def test_arms_differ_only_in_what_their_names_say() -> None:
     assert SETTING.seed not in SEEDS
 
 
-def test_a_run_spends_its_budget_and_is_reproducible(data: experiment.Data) -> None:
+def test_a_run_spends_its_budget_and_is_reproducible(load: experiment.Load) -> None:
     seen: list[tuple[int, int]] = []
-    first = train(SETTING, data, lambda done, of: seen.append((done, of)))
+    first = train(SETTING, load, lambda done, of: seen.append((done, of)))
     assert seen == [(1, 1)] and first.steps == 1
     assert 0 < first.epsilon <= SETTING.epsilon
     assert 0 <= first.last <= 1 and first.average is not None and first.seconds > 0
-    again = train(SETTING, data)
+    again = train(SETTING, load)
     assert replace(again, seconds=first.seconds) == first
-    assert train(replace(SETTING, ema=0.0), data).average is None
+    assert train(replace(SETTING, ema=0.0), load).average is None
 
 
-def test_the_average_follows_the_iterates(data: experiment.Data, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_average_follows_the_iterates(load: experiment.Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a decay of nearly 1 it is the mean of the iterates so far."""
     weights: list[torch.Tensor] = []
 
@@ -114,7 +114,7 @@ def test_the_average_follows_the_iterates(data: experiment.Data, monkeypatch: py
     monkeypatch.setattr(experiment, "accuracy", remember)
     monkeypatch.setattr("dpkfc.plan._calibrated", lambda *run: 1.0)  # the same noise for one step and for two
     for epochs in (0.1, 0.2):
-        train(replace(SETTING, epochs=epochs, ema=1 - 1e-9), data)
+        train(replace(SETTING, epochs=epochs, ema=1 - 1e-9), load)
     first, mean_of_one, second, mean_of_two = weights
     assert torch.equal(first, mean_of_one) and not torch.equal(first, second)
     torch.testing.assert_close(mean_of_two, (first + second) / 2)
@@ -152,6 +152,37 @@ def test_the_choice_is_made_on_validation_and_not_on_test() -> None:
     assert "lr 0.2" in summary.chosen and "averaged" in summary.chosen
 
 
+def test_a_task_that_follows_another_takes_over_its_choice() -> None:
+    """At the best of the multiples of its rate; with a single multiple there is nothing to try."""
+    common = {"dataset": "mnist", "scaling": "unit"}
+    tasks = {f"epsilon {e}": {**common, "epsilon": float(e)} for e in (3, 5, 8)}
+    follows = {"epsilon 8": Follow("epsilon 3", (1.0, 2.0)), "epsilon 5": Follow("epsilon 8")}
+    study = replace(STUDY, tasks=tasks, follows=follows, published={}, grid=lambda task: {"dp-sgd": []})
+    rows = [row(SETTING, 0.8), row(replace(SETTING, lr=0.3), 0.9)]
+    assert tries(study, rows, "epsilon 5", ["dp-sgd"]) == []
+    to_try = tries(study, rows, "epsilon 8", ["dp-sgd"])
+    assert to_try == [replace(SETTING, lr=lr, epsilon=8.0) for lr in (0.3, 0.6)]
+    rows += [row(to_try[0], 0.5), row(to_try[1], 0.6)]
+    assert choose(study, rows, "epsilon 8", "dp-sgd") == (to_try[1], "last")
+    assert choose(study, rows, "epsilon 5", "dp-sgd") == (replace(to_try[1], epsilon=5.0), "last")
+    assert {setting.epsilon for setting in finals(study, rows, "epsilon 5", ["dp-sgd"])} == {5.0}
+    assert [(s.dataset, s.tries, s.validation) for s in summarise(study, rows)] == [
+        ("epsilon 3", 2, 0.9),
+        ("epsilon 5", 0, None),
+        ("epsilon 8", 2, 0.6),
+    ]
+
+
+def test_arms_of_the_study_of_optimizers_differ_only_in_what_their_names_say() -> None:
+    for block, smoothing in optimizers.BLOCKS.items():
+        for setting in tries(optimizers.STUDY, [], optimizers.name(block, 1.0), optimizers.STUDY.arms):
+            assert (setting.epochs, setting.batch_size, setting.label_smoothing) == (5, 256, smoothing)
+            assert ("kfc" in setting.arm or setting.arm == "adadps") == (setting.geometry is not None)
+            assert ("adam" in setting.arm or setting.arm == "disk") == (setting.optimizer is not None)
+            assert ("public" in setting.arm) == ("public" in (setting.geometry or {}).get("probe", {}))
+            assert ("correlated" in setting.arm) == (setting.noise is not None)
+
+
 def test_a_choice_needs_a_try() -> None:
     with pytest.raises(ValueError, match="--stage tune"):
         choose(STUDY, [row(replace(SETTING, validation=0), 0.9)], "mnist", "dp-sgd")
@@ -160,7 +191,7 @@ def test_a_choice_needs_a_try() -> None:
 
 
 def test_a_try_that_has_left_the_grid_still_counts() -> None:
-    old = [row(setting, 0.5) for setting in tries(STUDY, "mnist", ["dp-sgd"])]
+    old = [row(setting, 0.5) for setting in tries(STUDY, [], "mnist", ["dp-sgd"])]
     (summary,) = summarise(STUDY, [*old, row(SETTING, 0.6)])
     assert summary.tries == 7
 
@@ -224,10 +255,10 @@ def test_a_kill_between_runs_loses_nothing(folder: Path, trained: list[Setting])
     ]
     fake = experiment.train
 
-    def killed(setting: Setting, data: experiment.Data, on_step: Any) -> Result:
+    def killed(setting: Setting, load: experiment.Load, on_step: Any) -> Result:
         if setting.lr == 2.0:
             raise KeyboardInterrupt
-        return fake(setting, data, on_step)
+        return fake(setting, load, on_step)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(experiment, "train", killed)
@@ -254,14 +285,14 @@ BEST = geometry.grid("mnist")["dp-kfc (best)"][0]["geometry"]
 
 
 @pytest.mark.parametrize("options", [experiment.PAPER, BEST], ids=["paper", "best"])
-def test_kfc_runs_through_the_same_loop(data: experiment.Data, options: dict[str, Any]) -> None:
-    result = train(replace(SETTING, geometry={**options, "probes": 16}), data)
+def test_kfc_runs_through_the_same_loop(load: experiment.Load, options: dict[str, Any]) -> None:
+    result = train(replace(SETTING, geometry={**options, "probes": 16}), load)
     assert result.steps == 1 and 0 < result.epsilon <= SETTING.epsilon
 
 
 @pytest.mark.parametrize("name", ["BandedSquareRoot", "BandedToeplitz"])
-def test_correlated_noise_runs_through_the_same_loop(data: experiment.Data, name: str) -> None:
-    result = train(replace(SETTING, epochs=0.5, noise={"name": name, "bands": 3}), data)
+def test_correlated_noise_runs_through_the_same_loop(load: experiment.Load, name: str) -> None:
+    result = train(replace(SETTING, epochs=0.5, noise={"name": name, "bands": 3}), load)
     assert result.steps == 4 and 0 < result.epsilon <= SETTING.epsilon
 
 
@@ -273,11 +304,12 @@ def test_correlated_noise_runs_through_the_same_loop(data: experiment.Data, name
         {"optimizer": {"name": "DPAdamBC"}},
         {"optimizer": {"name": "DiSK", "kappa": 0.7}},
         {"geometry": {"kind": "Diagonal", "probe": {"alpha": 2.0}, "probes": 16}},
+        {"geometry": {"probe": {"public": "fashion-mnist"}, "probes": 16}},
     ],
     ids=str,
 )
-def test_other_optimizers_and_adadps_run_through_the_same_loop(data: experiment.Data, changes: dict[str, Any]) -> None:
+def test_other_optimizers_and_adadps_run_through_the_same_loop(load: experiment.Load, changes: dict[str, Any]) -> None:
     setting = replace(SETTING, epochs=0.3, **changes)
-    result = train(setting, data)
+    result = train(setting, load)
     assert 0 < result.epsilon <= SETTING.epsilon and result.average is not None
     assert setting.key != replace(SETTING, epochs=0.3).key

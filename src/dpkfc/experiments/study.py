@@ -31,14 +31,24 @@ from torch.utils.data import TensorDataset
 import dpkfc
 from dpkfc.data.idx import CLASSES, SIDE, Scaling, idx_images
 from dpkfc.experiments.arguments import names_among
+from dpkfc.geometry.probes.probe import Probe
 from dpkfc.models import paper_cnn
 from dpkfc.noise.choose import Noise
 from dpkfc.report.accuracy_table import Summary, accuracy_markdown, accuracy_table, plot_accuracy
 
 Data = tuple[TensorDataset, TensorDataset]  # for training, for testing
+Load = Callable[[str, Scaling], Data]  # by the name of the data set
 Row = dict[str, Any]  # one line of the file: key, setting, result
 Grid = dict[str, list[dict[str, Any]]]  # what each arm tries, the likeliest first: overrides of `Setting`
 SEEDS = (1, 2, 3)  # of the final runs; tries use the default
+
+
+@dataclass(frozen=True)
+class Follow:
+    """A task that takes over the settings chosen on another one, at the best of these multiples of their rates."""
+
+    task: str
+    rates: tuple[float, ...] = (1.0,)
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,7 @@ class Study:
     tasks: Mapping[str, Mapping[str, Any]]
     grid: Callable[[str], Grid]  # of a task
     published: Mapping[tuple[str, str], float] = field(default_factory=dict)  # percent, by task and arm
+    follows: Mapping[str, Follow] = field(default_factory=dict)  # tasks that have no grid of their own
 
     @property
     def arms(self) -> list[str]:
@@ -83,7 +94,8 @@ SCHEDULES: dict[str, Callable[[float], float]] = {  # factor of the learning rat
 class Setting:
     """All that a run depends on besides the data.
 
-    `geometry` holds KFC's arguments, or with "kind": "Diagonal" those of AdaDPS; None is DP-SGD. `noise` holds the name
+    `geometry` holds KFC's arguments, or with "kind": "Diagonal" those of AdaDPS; None is DP-SGD. Its `probe` holds the
+    arguments of `PinkNoise`, or {"public": the name of a data set}. `noise` holds the name
     of the noise and its arguments; None is independent. `optimizer` holds the name of the optimizer (Adam, AdamW,
     DPAdamBC, or DiSK around SGD) and its arguments; None is SGD.
     """
@@ -133,11 +145,11 @@ class Result:
     seconds: float
 
 
-def train(setting: Setting, data: Data, on_step: Callable[[int, int], None] = lambda done, of: None) -> Result:
+def train(setting: Setting, load: Load, on_step: Callable[[int, int], None] = lambda done, of: None) -> Result:
     """A plain PyTorch loop; `on_step(done, of)` is called after every step."""
-    records, measured = split(data, setting.validation)
+    records, measured = split(load(setting.dataset, setting.scaling), setting.validation)
     torch.manual_seed(setting.seed)
-    model = paper_cnn()
+    model = paper_cnn().to(memory_format=torch.channels_last)
     optimizer = optimizer_of(setting, model)
     private = dpkfc.make_private(
         model,
@@ -148,7 +160,7 @@ def train(setting: Setting, data: Data, on_step: Callable[[int, int], None] = la
         epochs=setting.epochs,
         batch_size=setting.batch_size,
         clip=setting.clip,
-        geometry=geometry_of(setting),
+        geometry=geometry_of(setting, load),
         noise=noise_of(setting),
         seed=setting.seed,
     )
@@ -207,11 +219,16 @@ def at_iterate(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]
     return optimizer.iterate() if isinstance(optimizer, dpkfc.optim.DiSK) else nullcontext()
 
 
-def geometry_of(setting: Setting) -> dpkfc.KFC | dpkfc.Diagonal | None:
+def geometry_of(setting: Setting, load: Load) -> dpkfc.KFC | dpkfc.Diagonal | None:
     if setting.geometry is None:
         return None
     options = dict(setting.geometry)
-    probe = dpkfc.PinkNoise(shape=(1, SIDE, SIDE), classes=CLASSES, **options.pop("probe"))
+    source = options.pop("probe")
+    probe: Probe = (
+        dpkfc.PublicData(load(source["public"], setting.scaling)[0])
+        if "public" in source
+        else dpkfc.PinkNoise(shape=(1, SIDE, SIDE), classes=CLASSES, **source)
+    )
     if options.pop("kind", "KFC") == "Diagonal":
         return dpkfc.Diagonal(source=probe, seed=setting.seed, **options)
     return dpkfc.KFC(probe=probe, seed=setting.seed, **options)
@@ -231,20 +248,28 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
     return float(sum(right)) / len(y)
 
 
-def tries(study: Study, task: str, arms: Iterable[str], count: int | None = None) -> list[Setting]:
-    """The grid as settings: all of it, or the first `count` tries of every arm."""
+def tries(study: Study, rows: Sequence[Row], task: str, arms: Iterable[str], count: int | None = None) -> list[Setting]:
+    """The grid as settings: all of it, or the first `count` tries of every arm; or the choices to be followed."""
+    common = study.tasks[task]
+    if follow := study.follows.get(task):
+        chosen = [choose(study, rows, follow.task, arm)[0] for arm in arms] if len(follow.rates) > 1 else []
+        return [replace(one, **common, lr=one.lr * rate) for one in chosen for rate in follow.rates]
     grid = study.grid(task)
-    return [Setting(arm=arm, **study.tasks[task], **choice) for arm in arms for choice in grid[arm][:count]]
+    return [Setting(arm=arm, **common, **choice) for arm in arms for choice in grid[arm][:count]]
 
 
 def finals(study: Study, rows: Sequence[Row], task: str, arms: Iterable[str]) -> list[Setting]:
     """The chosen setting of every arm, on all records, once a seed."""
     chosen = [choose(study, rows, task, arm)[0] for arm in arms]
-    return [replace(setting, validation=0, seed=seed) for setting in chosen for seed in SEEDS]
+    return [replace(setting, validation=0, seed=seed) for seed in SEEDS for setting in chosen]
 
 
 def choose(study: Study, rows: Sequence[Row], task: str, arm: str) -> tuple[Setting, str]:
     """The try with the best accuracy on validation, and which of its weights had it: "last" or "average"."""
+    follow = study.follows.get(task)
+    if follow and len(follow.rates) == 1:
+        setting, weights = choose(study, rows, follow.task, arm)
+        return replace(setting, **study.tasks[task], lr=setting.lr * follow.rates[0]), weights
     found = [
         (row["result"][weights], Setting(**row["setting"]), weights)
         for row in tried(study, rows, task, arm)
@@ -272,19 +297,20 @@ def summarise(study: Study, rows: Sequence[Row]) -> list[Summary]:
     by_key = {row["key"]: row for row in rows}
     summaries = []
     for task, arm in ((task, arm) for task in study.tasks for arm in study.arms):
-        recorded = tried(study, rows, task, arm)
-        if not recorded:
+        try:
+            setting, weights = choose(study, rows, task, arm)
+        except ValueError:
             continue
-        setting, weights = choose(study, rows, task, arm)
+        recorded = tried(study, rows, task, arm)
         keys = [final.key for final in finals(study, rows, task, [arm])]
         tests = tuple(by_key[key]["result"][weights] for key in keys if key in by_key)
         text = f"{setting}, {'averaged' if weights == 'average' else 'last'} weights"
-        validation = by_key[setting.key]["result"][weights]
+        validation = by_key[setting.key]["result"][weights] if recorded else None
         summaries.append(Summary(task, arm, len(recorded), text, validation, tests, study.published.get((task, arm))))
     return summaries
 
 
-def run(settings: Sequence[Setting], load: Callable[[Setting], Data], out: Path, console: Console) -> None:
+def run(settings: Sequence[Setting], load: Load, out: Path, console: Console) -> None:
     """Train every setting that the file does not hold yet; append each result as it comes."""
     done = {row["key"] for row in read(out)}
     todo = [setting for setting in settings if setting.key not in done]
@@ -299,7 +325,7 @@ def run(settings: Sequence[Setting], load: Callable[[Setting], Data], out: Path,
 
         for setting in todo:
             progress.reset(current, total=None, description=setting.arm)
-            result = train(setting, load(setting), on_step)
+            result = train(setting, load, on_step)
             row = {"key": setting.key, "setting": asdict(setting), "result": asdict(result)}
             with out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -359,16 +385,13 @@ def main(study: Study, arguments: Sequence[str] | None = None) -> None:
     stages = [chosen.stage] if chosen.stage else ["tune", "final", "table"]
 
     @cache
-    def data(dataset: str, scaling: Scaling) -> Data:
+    def load(dataset: str, scaling: Scaling) -> Data:
         return idx_images(dataset, chosen.data_dir, scaling)
-
-    def load(setting: Setting) -> Data:
-        return data(setting.dataset, setting.scaling)
 
     try:
         for task in chosen.task:
             if "tune" in stages:
-                run(tries(study, task, chosen.arms, chosen.tries), load, chosen.out, console)
+                run(tries(study, read(chosen.out), task, chosen.arms, chosen.tries), load, chosen.out, console)
             if "final" in stages:
                 run(finals(study, read(chosen.out), task, chosen.arms), load, chosen.out, console)
         if "table" in stages:

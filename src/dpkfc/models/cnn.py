@@ -14,11 +14,11 @@ def paper_cnn() -> nn.Sequential:
     network = nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(1, 16, 3, padding=1),
-            relu1=nn.ReLU(),
             pool1=nn.MaxPool2d(2),
+            relu1=nn.ReLU(),
             conv2=nn.Conv2d(16, 32, 3, padding=1),
-            relu2=nn.ReLU(),
             pool2=nn.MaxPool2d(2),
+            relu2=nn.ReLU(),
             flatten=nn.Flatten(),
             fc1=nn.Linear(32 * 7 * 7, 128),
             relu3=nn.ReLU(),

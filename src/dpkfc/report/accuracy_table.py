@@ -20,7 +20,7 @@ class Summary:
     arm: str
     tries: int
     chosen: str
-    validation: float
+    validation: float | None  # None if the setting was chosen elsewhere
     tests: tuple[float, ...]  # one a seed
     paper: float | None = None  # in percent
 
@@ -48,7 +48,7 @@ def _cells(row: Summary) -> tuple[str, ...]:
         row.arm,
         str(row.tries),
         row.chosen,
-        f"{100 * row.validation:.2f}",
+        "" if row.validation is None else f"{100 * row.validation:.2f}",
         mean_and_spread(row.tests),
         "" if row.paper is None else f"{row.paper:.1f}",
     )
