@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import warnings
 from typing import Any
 
@@ -50,6 +51,9 @@ def test_the_plan_keeps_its_target_and_agrees_with_dp_accounting() -> None:
         ({"epochs": 0}, "epochs=0"),
         ({"epochs": None, "steps": 0}, "steps=0"),
         ({"accountant": "gdp"}, "'pld' \\(tight\\) or 'rdp'"),
+        ({"accountant": "gdp", "best_of": dpkfc.BestOf(4)}, "'pld' \\(tight\\) or 'rdp'"),
+        ({"best_of": 4}, "must be a dpkfc.BestOf"),
+        ({"best_of": dpkfc.BestOf(4, score_noise=0.1)}, "out of reach"),
         ({"epsilon": 1e-9, "delta": 1e-12}, "out of reach"),
     ],
 )
@@ -70,6 +74,29 @@ def test_rdp_on_request_needs_more_noise() -> None:
     tight, loose = dpkfc.Plan.make(**GOOD), dpkfc.Plan.make(**GOOD, accountant="rdp")
     assert loose.noise_multiplier > tight.noise_multiplier
     assert loose.epsilon() <= 2.0 and "Rényi" in str(loose)
+
+
+@pytest.mark.parametrize("best_of", [dpkfc.BestOf(4), dpkfc.BestOf(4, "poisson", 30.0)], ids=repr)
+def test_a_plan_for_the_best_of_several_runs_is_calibrated_for_the_whole(best_of: dpkfc.BestOf) -> None:
+    plan, single = dpkfc.Plan.make(**GOOD, best_of=best_of), dpkfc.Plan.make(**GOOD, accountant="rdp")
+    assert plan.accountant == "rdp" and plan.noise_multiplier > single.noise_multiplier
+    accountant = dp.rdp.RdpAccountant()
+    accountant.compose(plan.event)
+    assert 0.999 * 2.0 < plan.epsilon() <= min(2.0, accountant.get_epsilon(1e-5))
+    assert plan.epsilon(0) == 0 < plan.epsilon(1) < plan.epsilon(60)
+    text = " ".join(str(plan).replace("│", " ").split())
+    for words in ("selection", "the selection included", f"{best_of.runs}, 4 expected", "other hyperparameters"):
+        assert words in text
+    assert ("standard deviation 30, for" in text) == (best_of.runs == "poisson")
+    assert ("public records only" in text) == (best_of.runs == "geometric")
+    assert "selection" not in str(single)
+
+
+def test_a_plan_survives_json() -> None:
+    plans = [dpkfc.Plan.make(**GOOD, accountant="rdp", best_of=best_of) for best_of in (None, dpkfc.BestOf(4))]
+    written = [json.loads(json.dumps(plan.to_json())) for plan in plans]
+    assert written == [plan.to_json() for plan in plans] and written[0] != written[1]
+    assert written[1]["best_of"] == {"mean": 4.0, "runs": "geometric", "score_noise": None}
 
 
 def test_the_plan_is_frozen() -> None:

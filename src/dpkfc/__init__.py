@@ -8,6 +8,7 @@
 
 from dpkfc import optim
 from dpkfc.accounting.ledger import Ledger
+from dpkfc.accounting.selection import BestOf
 from dpkfc.clipping import Automatic
 from dpkfc.errors import PrivacyError
 from dpkfc.fix import fix
@@ -33,8 +34,10 @@ from dpkfc.noise.toeplitz import (
 )
 from dpkfc.noise.workload import Workload
 from dpkfc.plan import Plan
+from dpkfc.presets import Recipe, recipe
 from dpkfc.private import make_private
 from dpkfc.run import Private
+from dpkfc.tuning import tune, tune_privately
 
 __version__ = "0.1.0"
 __all__ = [
@@ -44,6 +47,7 @@ __all__ = [
     "Banded",
     "BandedSquareRoot",
     "BandedToeplitz",
+    "BestOf",
     "BufferedToeplitz",
     "Diagonal",
     "Hybrid",
@@ -59,6 +63,7 @@ __all__ = [
     "PrivacyError",
     "Private",
     "PublicData",
+    "Recipe",
     "Tabular",
     "Through",
     "Tokens",
@@ -67,4 +72,7 @@ __all__ = [
     "make_private",
     "mean_over_records",
     "optim",
+    "recipe",
+    "tune",
+    "tune_privately",
 ]

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from dpkfc.accounting.calibrate import Accountant, calibrate_noise, epsilon_spent
 from dpkfc.accounting.events import Mechanism
+from dpkfc.accounting.selection import BestOf
 from dpkfc.clipping import MARGIN, SMALLEST_GAMMA, Automatic
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.factorization import IDENTITY, Factorization
@@ -41,7 +42,8 @@ class Plan:
     every record with probability `batch_size / records`, clips its (mapped) gradient to norm `clip`,
     adds noise to the sum and divides by the expected batch size. The noise of all steps is ``C⁻¹ z`` with
     z ~ N(0, (`noise_multiplier` · `clip` · `noise_sensitivity`)² I); C is the identity for independent noise. How
-    `sampling`, C and the accounting belong together is in `accounting.events.Mechanism`.
+    `sampling`, C and the accounting belong together is in `accounting.events.Mechanism`. With `best_of`, `epsilon()`
+    is the price of the best of several such runs, not of each.
 
     >>> plan = Plan.make(records=60_000, batch_size=256, epochs=5, clip=1.0, epsilon=1.0, delta=1e-5)
     >>> round(plan.noise_multiplier, 3), plan.steps
@@ -65,6 +67,7 @@ class Plan:
     clip_gamma: float | None = None  # of automatic clipping
     growth: tuple[float, ...] = ()  # of the sensitivity over the rounds, where it is not amplified by sampling
     neighbouring: str = "add or remove one record"
+    best_of: BestOf | None = None  # of the repetitions of this run, if only the best is released
 
     @staticmethod
     def make(
@@ -82,13 +85,19 @@ class Plan:
         public_geometry: bool = True,
         noise: Factorization = IDENTITY,
         sampling: Sampling | None = None,
+        best_of: BestOf | None = None,
     ) -> Plan:
-        """Check the wishes and calibrate the noise. Give `epsilon` or `noise_multiplier`; `epochs` or `steps`."""
+        """Check the wishes and calibrate the noise. Give `epsilon` or `noise_multiplier`; `epochs` or `steps`.
+
+        With `best_of` the accountant is RDP, the only one that dp-accounting has for the best of several runs.
+        """
         norm, gamma = read_clip(clip)
         batch_size, steps = batches(records, batch_size, epochs, steps)
         delta = _check_delta(delta, records)
         if (epsilon is None) == (noise_multiplier is None):
             raise PrivacyError("give exactly one of epsilon (the noise is calibrated) and noise_multiplier")
+        if best_of is not None and accountant == "pld":
+            accountant = "rdp"
         sampling = sampling or _preferred(noise, records // batch_size)
         groups, sensitivity, growth = _turns(noise, sampling, records, batch_size, steps)
         plan = Plan(
@@ -108,6 +117,7 @@ class Plan:
             noise_sensitivity=sensitivity,
             clip_gamma=gamma,
             growth=growth,
+            best_of=best_of,
         )
         public = replace(plan.mechanism, public_geometry=True)  # which also refuses noise that is no number
         if epsilon is None:
@@ -127,7 +137,9 @@ class Plan:
     @property
     def mechanism(self) -> Mechanism:
         rate = 1.0 if self.growth else self.rate_in_turn
-        return Mechanism(rate, self.noise_multiplier, self.steps, self.public_geometry, self.groups, self.growth)
+        return Mechanism(
+            rate, self.noise_multiplier, self.steps, self.public_geometry, self.groups, self.growth, self.best_of
+        )
 
     @property
     def event(self) -> dp.DpEvent:
@@ -169,6 +181,7 @@ class Plan:
             (
                 "epsilon",
                 f"{self.epsilon():.4g} after all {self.steps} steps"
+                + ("" if self.best_of is None else ", the selection included")
                 + (f" (target {self.target_epsilon:g})" if self.target_epsilon is not None else "")
                 + ("" if self.public_geometry else ": the geometry was built from the private records"),
             ),
@@ -186,9 +199,12 @@ class Plan:
             ("geometry", self.geometry),
             ("clipping", self._clipping_in_words()),
             ("noise", self._noise_in_words()),
+            *([] if self.best_of is None else [("selection", str(self.best_of))]),
             (
                 "not covered",
-                "choices made by looking at the private data: hyperparameters, when to stop, data cleaning",
+                "choices made by looking at the private data: "
+                + ("hyperparameters" if self.best_of is None else "other hyperparameters")
+                + ", when to stop, data cleaning",
             ),
         ]
 

@@ -11,6 +11,7 @@ from torch.utils.data import default_collate
 
 from dpkfc.accounting.calibrate import Accountant
 from dpkfc.accounting.ledger import Ledger
+from dpkfc.accounting.selection import BestOf
 from dpkfc.capture.tape import Tape
 from dpkfc.capture.units import partition
 from dpkfc.check import ROWS, check_loss, check_model, check_optimizer
@@ -47,6 +48,7 @@ def make_private(
     by_vmap: Iterable[str] = (),
     accountant: Accountant = "pld",
     ledger: Ledger | None = None,
+    best_of: BestOf | None = None,
     seed: int | None = None,
     grad_scaler: Any = None,
     check: bool = True,
@@ -78,8 +80,9 @@ def make_private(
         max_physical_batch_size: the loader yields each batch in parts of at most this size; the step is
             taken after the last (`private.took_step` tells, for schedulers that step with every batch).
         by_vmap: names of modules to run whole under vmap, for parameters used outside their own module.
-        accountant: "pld" (tight) or "rdp".
+        accountant: "pld" (tight) or "rdp"; with `best_of` always "rdp".
         ledger: a `Ledger` on disk that charges every step before its result can be seen.
+        best_of: this run is one try of a `tune_privately`, and epsilon is the price of the whole tuning. See there.
         seed: reproducible noise and sampling, for experiments only. By default the keys come from the operating
             system and nobody can reproduce the noise.
         grad_scaler: the torch.amp.GradScaler of a float16 loop, so that its scale can be divided out.
@@ -127,6 +130,7 @@ def make_private(
             "noise_multiplier": noise_multiplier,
             "steps": steps,
             "accountant": accountant,
+            "best_of": best_of,
         }
         rescaled = f"{geometry.name} maps noisy gradients once more (post)" if getattr(geometry, "post", 0) else None
         factorization = choose(noise, optimizer, rescaled, sampling, **run)

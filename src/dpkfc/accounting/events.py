@@ -12,9 +12,10 @@ from typing import Any
 
 import dp_accounting as dp
 
+from dpkfc.accounting.selection import BestOf
 from dpkfc.errors import PrivacyError
 
-PLAIN, CORRELATED = "poisson-gaussian", "correlated-gaussian"  # names in files
+PLAIN, CORRELATED, SELECTED = "poisson-gaussian", "correlated-gaussian", "best-of"  # names in files
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Mechanism:
     Both hold for gradients chosen adaptively, from everything released before (Denisov et al., 2022), and under adding
     or removing one record. `public_geometry` is False when the map before clipping was built from the private records
     themselves: then nothing bounds what is released, and the loss is infinite.
+
+    With `best_of`, all of that is one run of several, of which only the best is released.
     """
 
     sampling_rate: float
@@ -42,6 +45,7 @@ class Mechanism:
     public_geometry: bool = True
     cycle: int = 1
     growth: tuple[float, ...] = ()
+    best_of: BestOf | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.sampling_rate <= 1:
@@ -62,6 +66,8 @@ class Mechanism:
                 raise PrivacyError(
                     f"growth={self.growth}: must be a factor above 0 for each of the {self.rounds} rounds, the last 1"
                 )
+        if not isinstance(self.best_of, BestOf | None):
+            raise PrivacyError(f"best_of={self.best_of!r}: must be a dpkfc.BestOf(mean=...), or None")
 
     @property
     def rounds(self) -> int:
@@ -78,6 +84,9 @@ class Mechanism:
             return dp.NoOpDpEvent()
         if self.noise_multiplier == 0 or not self.public_geometry:
             return dp.NonPrivateDpEvent()
+        return self._one_run() if self.best_of is None else self.best_of.event(self._one_run())
+
+    def _one_run(self) -> dp.DpEvent:
         if self.growth:
             return dp.GaussianDpEvent(self.noise_multiplier / max(self.growth[: self.rounds]))
         if self.sampling_rate == 1:  # r Gaussians are one
@@ -86,17 +95,22 @@ class Mechanism:
         return dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(self.sampling_rate, gaussian), self.rounds)
 
     def to_json(self) -> dict[str, Any]:
-        fields = asdict(self)
-        if self.cycle == 1 and not self.growth:
-            return {"mechanism": PLAIN} | {k: v for k, v in fields.items() if k not in ("cycle", "growth")}
-        return {"mechanism": CORRELATED, **fields, "growth": list(self.growth)}
+        fields = {**asdict(self), "growth": list(self.growth)}
+        if self.best_of is not None:
+            return {"mechanism": SELECTED, **fields}
+        del fields["best_of"]
+        if self.cycle > 1 or self.growth:
+            return {"mechanism": CORRELATED, **fields}
+        return {"mechanism": PLAIN} | {k: v for k, v in fields.items() if k not in ("cycle", "growth")}
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> Mechanism:
         fields = dict(fields)
         kind = fields.pop("mechanism", None)
-        if kind not in (PLAIN, CORRELATED):
+        if kind not in (PLAIN, CORRELATED, SELECTED):
             raise PrivacyError(
                 f"unknown mechanism {kind!r}: this file was written by a newer dpkfc; upgrade to read it"
             )
+        if kind == SELECTED:
+            fields["best_of"] = BestOf(**fields.pop("best_of", {}))
         return Mechanism(**{**fields, "growth": tuple(fields.get("growth", ()))})

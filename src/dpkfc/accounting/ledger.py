@@ -445,6 +445,7 @@ def _sound(mechanism: Mechanism) -> Mechanism:
         bool(mechanism.public_geometry),
         _count("cycle", mechanism.cycle),
         tuple(float(factor) for factor in mechanism.growth),
+        mechanism.best_of,  # has Python's own already
     )
 
 

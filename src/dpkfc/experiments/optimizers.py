@@ -4,17 +4,19 @@
     python -m dpkfc.experiments.optimizers --stage table --out runs
 
 The paper's CNN, 5 epochs, batches of 256. The first block has its plain cross-entropy; in the second every arm has
-labels smoothed by .3, which keeps the loss from saturating. Every arm has four tries at epsilon 1, on each block. Of
-the chosen setting, epsilon 8 tries the same learning rate and twice that; epsilon 2 takes over the settings chosen at
-1, epsilon 5 those chosen at 8.
+labels smoothed by .3, which keeps the loss from saturating. Every arm has three learning rates to try at epsilon 1, in
+each block. The other epsilons take over what was chosen there, with the noise that a step adds to the weights kept: the
+rates of SGD grow as the noise multiplier falls, those of Adam, which divides by the noise, stay as they are.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from dpkfc.experiments.geometry import BRIGHT
 from dpkfc.experiments.study import PAPER, Follow, Grid, Study, main
+from dpkfc.plan import Plan
 
 EPSILONS = (1.0, 2.0, 5.0, 8.0)
 BLOCKS = {"plain": 0.0, "smoothed": 0.3}
@@ -48,34 +50,29 @@ ARMS: dict[str, dict[str, Any]] = {
     "dp-kfc + adambc": {"geometry": KFC, "optimizer": {"name": "DPAdamBC"}},
     "dp-kfc + correlated noise": {"geometry": KFC, "noise": {"name": "BandedSquareRoot", "bands": 16}},
 }
-RATES: dict[str, dict[str, tuple[float, ...]]] = {
+RATES: dict[str, dict[str, tuple[float, float, float]]] = {
     "plain": {
         "dp-sgd": (0.08, 0.04, 0.16),
-        "dp-adam": (2e-3, 1e-3, 4e-3, 8e-3),
-        "adadps": (0.04, 0.08, 0.02, 0.16),
+        "dp-adam": (2e-3, 1e-3, 4e-3),
+        "adadps": (0.04, 0.08, 0.02),
         "disk": (0.08, 0.16, 0.04),
-        "dp-adambc": (1e-3, 5e-4, 2e-3, 2.5e-4),
-        "public dp-kfc": (0.03, 0.04, 0.06, 0.08),
-        "dp-kfc": (0.03, 0.04, 0.06, 0.08),
-        "dp-kfc + adambc": (4e-4, 2e-4, 8e-4, 1e-4),
-        "dp-kfc + correlated noise": (0.04, 0.08, 0.16, 0.02),
+        "dp-adambc": (1e-3, 5e-4, 2e-3),
+        "public dp-kfc": (0.03, 0.04, 0.02),
+        "dp-kfc": (0.03, 0.04, 0.06),
+        "dp-kfc + adambc": (4e-4, 2e-4, 8e-4),
+        "dp-kfc + correlated noise": (0.04, 0.08, 0.16),
     },
     "smoothed": {
-        "dp-sgd": (0.12, 0.2, 0.08, 0.3),
-        "dp-adam": (4e-3, 2e-3, 8e-3, 1e-3),
-        "adadps": (0.08, 0.04, 0.16, 0.02),
+        "dp-sgd": (0.12, 0.2, 0.08),
+        "dp-adam": (4e-3, 2e-3, 8e-3),
+        "adadps": (0.08, 0.04, 0.16),
         "disk": (0.12, 0.2, 0.08),
-        "dp-adambc": (1e-3, 2e-3, 5e-4, 4e-3),
-        "public dp-kfc": (0.04, 0.02, 0.08, 0.06),
-        "dp-kfc": (0.04, 0.02, 0.08, 0.06),
-        "dp-kfc + adambc": (4e-4, 8e-4, 2e-4, 1.6e-3),
-        "dp-kfc + correlated noise": (0.08, 0.04, 0.16, 0.02),
+        "dp-adambc": (1e-3, 2e-3, 5e-4),
+        "public dp-kfc": (0.04, 0.02, 0.08),
+        "dp-kfc": (0.04, 0.02, 0.08),
+        "dp-kfc + adambc": (4e-4, 8e-4, 2e-4),
+        "dp-kfc + correlated noise": (0.08, 0.04, 0.16),
     },
-}
-OTHER_TRIES: dict[tuple[str, str], dict[str, Any]] = {  # one that is not about the learning rate
-    ("plain", "dp-sgd"): {"lr": 0.8, "clip": 0.1},
-    ("plain", "disk"): {"lr": 0.08, "optimizer": {"name": "DiSK", "kappa": 0.4}},
-    ("smoothed", "disk"): {"lr": 0.12, "optimizer": {"name": "DiSK", "kappa": 0.4}},
 }
 
 
@@ -84,11 +81,21 @@ def name(block: str, epsilon: float) -> str:
 
 
 def grid(task: str) -> Grid:
-    """Four tries for every arm."""
-    block = task.split()[0]
-    rates = {arm: [{**options, "lr": lr} for lr in RATES[block][arm]] for arm, options in ARMS.items()}
-    others = {arm: [options] if (options := OTHER_TRIES.get((block, arm))) else [] for arm in ARMS}
-    return {arm: rates[arm] + others[arm] for arm in ARMS}
+    rates = RATES[task.split()[0]]
+    return {arm: [{**options, "lr": lr} for lr in rates[arm]] for arm, options in ARMS.items()}
+
+
+@cache
+def noise(epsilon: float) -> float:
+    """The multiplier of independent noise in the paper's protocol."""
+    return Plan.make(records=60_000, batch_size=256, epochs=5, clip=1.0, epsilon=epsilon, delta=1e-5).noise_multiplier
+
+
+def follow(block: str, epsilon: float) -> Follow:
+    def factor(arm: str) -> float:
+        return 1.0 if "adam" in arm else round(noise(1.0) / noise(epsilon), 2)
+
+    return Follow(name(block, 1.0), factor)
 
 
 STUDY = Study(
@@ -112,11 +119,7 @@ STUDY = Study(
         for arm, figures in PUBLISHED.items()
         for epsilon, figure in zip(EPSILONS, figures, strict=True)
     },
-    follows={
-        **{name(block, 2.0): Follow(name(block, 1.0)) for block in BLOCKS},
-        **{name(block, 5.0): Follow(name(block, 8.0)) for block in BLOCKS},
-        **{name(block, 8.0): Follow(name(block, 1.0), (1.0, 2.0)) for block in BLOCKS},
-    },
+    follows={name(block, epsilon): follow(block, epsilon) for block in BLOCKS for epsilon in EPSILONS[1:]},
 )
 
 if __name__ == "__main__":

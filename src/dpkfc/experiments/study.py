@@ -45,10 +45,10 @@ SEEDS = (1, 2, 3)  # of the final runs; tries use the default
 
 @dataclass(frozen=True)
 class Follow:
-    """A task that takes over the settings chosen on another one, at the best of these multiples of their rates."""
+    """A task that takes over the settings chosen on another one, with their learning rates times `factor(arm)`."""
 
     task: str
-    rates: tuple[float, ...] = (1.0,)
+    factor: Callable[[str], float]
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def train(setting: Setting, load: Load, on_step: Callable[[int, int], None] = la
     """A plain PyTorch loop; `on_step(done, of)` is called after every step."""
     records, measured = split(load(setting.dataset, setting.scaling), setting.validation)
     torch.manual_seed(setting.seed)
-    model = paper_cnn().to(memory_format=torch.channels_last)
+    model = paper_cnn().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = optimizer_of(setting, model)
     private = dpkfc.make_private(
         model,
@@ -248,14 +248,12 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
     return float(sum(right)) / len(y)
 
 
-def tries(study: Study, rows: Sequence[Row], task: str, arms: Iterable[str], count: int | None = None) -> list[Setting]:
-    """The grid as settings: all of it, or the first `count` tries of every arm; or the choices to be followed."""
-    common = study.tasks[task]
-    if follow := study.follows.get(task):
-        chosen = [choose(study, rows, follow.task, arm)[0] for arm in arms] if len(follow.rates) > 1 else []
-        return [replace(one, **common, lr=one.lr * rate) for one in chosen for rate in follow.rates]
+def tries(study: Study, task: str, arms: Iterable[str], count: int | None = None) -> list[Setting]:
+    """The grid as settings, or the first `count` tries of every arm. A task that follows another has none."""
+    if task in study.follows:
+        return []
     grid = study.grid(task)
-    return [Setting(arm=arm, **common, **choice) for arm in arms for choice in grid[arm][:count]]
+    return [Setting(arm=arm, **study.tasks[task], **choice) for arm in arms for choice in grid[arm][:count]]
 
 
 def finals(study: Study, rows: Sequence[Row], task: str, arms: Iterable[str]) -> list[Setting]:
@@ -266,10 +264,9 @@ def finals(study: Study, rows: Sequence[Row], task: str, arms: Iterable[str]) ->
 
 def choose(study: Study, rows: Sequence[Row], task: str, arm: str) -> tuple[Setting, str]:
     """The try with the best accuracy on validation, and which of its weights had it: "last" or "average"."""
-    follow = study.follows.get(task)
-    if follow and len(follow.rates) == 1:
+    if follow := study.follows.get(task):
         setting, weights = choose(study, rows, follow.task, arm)
-        return replace(setting, **study.tasks[task], lr=setting.lr * follow.rates[0]), weights
+        return replace(setting, **study.tasks[task], lr=setting.lr * follow.factor(arm)), weights
     found = [
         (row["result"][weights], Setting(**row["setting"]), weights)
         for row in tried(study, rows, task, arm)
@@ -391,7 +388,7 @@ def main(study: Study, arguments: Sequence[str] | None = None) -> None:
     try:
         for task in chosen.task:
             if "tune" in stages:
-                run(tries(study, read(chosen.out), task, chosen.arms, chosen.tries), load, chosen.out, console)
+                run(tries(study, task, chosen.arms, chosen.tries), load, chosen.out, console)
             if "final" in stages:
                 run(finals(study, read(chosen.out), task, chosen.arms), load, chosen.out, console)
         if "table" in stages:

@@ -43,7 +43,7 @@ def ledger_tables(runs: list[LedgerRun], delta: float | None) -> Group:
                 f"{run.mechanism.sampling_rate:.4g}" + _turns(run.mechanism),
                 f"{run.mechanism.noise_multiplier:.4g}",
                 epsilon((run.spent,)),
-                "closed" if run.closed else "open",
+                ("closed" if run.closed else "open") + _selection(run.mechanism),
             )
         total = epsilon(tuple(run.spent for run in own))
         line = f"all runs composed: epsilon = {total} at delta = {at:g}, add-or-remove-one\n"
@@ -54,6 +54,10 @@ def ledger_tables(runs: list[LedgerRun], delta: float | None) -> Group:
 def upper(epsilon: float) -> str:
     """Three decimals, rounded up: what is printed is still an upper bound."""
     return f"{math.ceil(epsilon * 1000) / 1000:.3f}" if math.isfinite(epsilon) else "inf"
+
+
+def _selection(mechanism: Mechanism) -> str:
+    return "" if mechanism.best_of is None else f"\nbest of {mechanism.best_of.mean:g}"
 
 
 def _turns(mechanism: Mechanism) -> str:
