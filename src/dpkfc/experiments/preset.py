@@ -74,17 +74,17 @@ def images(dataset: str, data_dir: Path | None) -> Data:
     return cifar10(data_dir) if dataset == "cifar-10" else idx_images(dataset, data_dir)
 
 
-def pink(shape: tuple[int, ...]) -> dpkfc.PinkNoise:
+def pink(shape: tuple[int, ...], count: int) -> dpkfc.PinkNoise:
     """Noise for pixels in [0, 1]; the channels of natural images are alike."""
     correlation = 0.9 if shape[0] == 3 else 0.0
-    return dpkfc.PinkNoise(shape, 10, std=0.3, mean=0.3, limits=(0, 1), channel_correlation=correlation, count=2048)
+    return dpkfc.PinkNoise(shape, 10, std=0.3, mean=0.3, limits=(0, 1), channel_correlation=correlation, count=count)
 
 
-def features(data: Data, on_part: Callable[[float], None]) -> tuple[Data, dpkfc.Through]:
+def features(data: Data, on_part: Callable[[float], None], probes: int = 2048) -> tuple[Data, dpkfc.Through]:
     """The features of all records, and the probe that takes the same way."""
     shape = tuple(data[0].tensors[0].shape[1:])
-    probe = pink(shape)
-    transform = standardised(Scattering(shape), probe)  # type: ignore[arg-type]
+    probe = pink(shape, probes)
+    transform = standardised(Scattering(shape), probe, probes)  # type: ignore[arg-type]
     total, done = sum(len(part) for part in data), 0
     found = []
     for part in data:
