@@ -38,8 +38,8 @@ TITLE = "Test accuracy of the preset, delta = 1e-5"
 REMARK = (
     "Mean ± standard deviation over the seeds (their number), of the averaged weights. Epsilon is that of each single "
     "run, and covers all that was done with its training records. The rule for the learning rate comes from validation "
-    "records of MNIST and FashionMNIST with other models; that features are standardised by probes and not otherwise was "
-    "decided on validation records of MNIST with this one."
+    "records of MNIST and FashionMNIST with other models; the way features are standardised was chosen on validation "
+    "records of MNIST with this one."
 )
 
 

@@ -37,9 +37,27 @@ def accuracy_table(summaries: Sequence[Summary], title: str) -> Table:
 
 
 def accuracy_markdown(summaries: Sequence[Summary], title: str, remark: str) -> str:
+    """All there is to tell; with many data sets, an overview first."""
     lines = [HEADINGS, ("---", "---", "---:", "---", "---:", "---:", "---:"), *map(_cells, summaries)]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"# {title}\n\n{table}\n\n{remark}\n"
+    overview = f"{_markdown(_overview(summaries))}\n\n" if len({row.dataset for row in summaries}) > 2 else ""
+    return f"# {title}\n\n{overview}{_markdown(lines)}\n\n{remark}\n"
+
+
+def _overview(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
+    """Arms by data sets: the test accuracy, and the paper's in brackets."""
+    datasets = list(dict.fromkeys(row.dataset for row in summaries))
+    cells = {(row.arm, row.dataset): mean_and_spread(row.tests) + _in_the_paper(row) for row in summaries}
+    arms = dict.fromkeys(row.arm for row in summaries)
+    lines = [(arm, *(cells.get((arm, dataset), "") for dataset in datasets)) for arm in arms]
+    return [("test % [paper]", *datasets), ("---",) * (1 + len(datasets)), *lines]
+
+
+def _in_the_paper(row: Summary) -> str:
+    return "" if row.paper is None else f" [{row.paper:.1f}]"
+
+
+def _markdown(lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _cells(row: Summary) -> tuple[str, ...]:
