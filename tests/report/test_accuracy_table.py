@@ -13,9 +13,7 @@ def row(dataset: str, arm: str, *tests: float, paper: float | None = None) -> Su
     return Summary(dataset, arm, 3, "lr 1", 0.5, tests, paper)
 
 
-@pytest.mark.parametrize(
-    ("tests", "text"), [((), "not run"), ((0.5,), "50.00 (1)"), ((0.4, 0.6), "50.00 ± 14.14 (2)")]
-)
+@pytest.mark.parametrize(("tests", "text"), [((), "not run"), ((0.5,), "50.00 (1)"), ((0.4, 0.6), "50.00 ± 14.14 (2)")])
 def test_mean_and_spread(tests: tuple[float, ...], text: str) -> None:
     assert mean_and_spread(tests) == text
 

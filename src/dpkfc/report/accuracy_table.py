@@ -93,9 +93,14 @@ def plot_accuracy(summaries: Sequence[Summary], file: Path) -> None:
 
     datasets = list(dict.fromkeys(row.dataset for row in summaries))
     arms = list(dict.fromkeys(row.arm for row in summaries))
-    size = (1.8 + 4.2 * len(datasets), 1.4 + 0.5 * len(arms))
-    figure, panels = plt.subplots(1, len(datasets), figsize=size, sharey=True, squeeze=False, layout="constrained")
-    for panel, dataset in zip(panels[0], datasets, strict=True):
+    columns = min(len(datasets), 4)
+    rows = -(-len(datasets) // columns)
+    size = (1.8 + 4.2 * columns, (1.4 + 0.5 * len(arms)) * rows)
+    figure, grid = plt.subplots(rows, columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
+    panels = grid.ravel()[: len(datasets)]
+    for panel in grid.ravel()[len(datasets) :]:
+        panel.set_axis_off()
+    for panel, dataset in zip(panels, datasets, strict=True):
         for row in summaries:
             if row.dataset != dataset:
                 continue
@@ -113,7 +118,7 @@ def plot_accuracy(summaries: Sequence[Summary], file: Path) -> None:
         panel.set_ylim(len(arms) - 0.5, -0.6)
         panel.grid(axis="x", alpha=0.3)
     entries = {
-        label: handle for panel in panels[0] for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+        label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
     figure.legend(entries.values(), entries.keys(), ncols=3, loc="outside upper center", fontsize=8)
     figure.savefig(file, dpi=150)

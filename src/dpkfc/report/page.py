@@ -1,0 +1,121 @@
+"""A self-contained HTML page: text, tables and pictures in one file that loads nothing from outside.
+
+Light and dark by the reader's setting, narrow enough for a phone, and printable. Everything that is not markup is
+escaped; pictures are embedded.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Text:
+    """Paragraphs."""
+
+    paragraphs: Sequence[str]
+
+    def html(self) -> str:
+        return "".join(f"<p>{html.escape(paragraph)}</p>" for paragraph in self.paragraphs)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Names with their values, as in a statement."""
+
+    rows: Sequence[tuple[str, str]]
+
+    def html(self) -> str:
+        rows = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>" for name, value in self.rows)
+        return f"<dl>{rows}</dl>"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table. Columns of numbers are aligned to the right."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def html(self) -> str:
+        kinds = [" class='number'" if all(map(_is_number, column)) else "" for column in zip(*self.rows, strict=True)]
+        kinds = kinds or [""] * len(self.headings)
+
+        def line(cells: Sequence[str], tag: str) -> str:
+            parts = zip(cells, kinds, strict=True)
+            return "<tr>" + "".join(f"<{tag}{kind}>{html.escape(text)}</{tag}>" for text, kind in parts) + "</tr>"
+
+        head, body = line(self.headings, "th"), "".join(line(row, "td") for row in self.rows)
+        return f"<div class='scroll'><table><thead>{head}</thead><tbody>{body}</tbody></table></div>"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG with a caption; `alt` says what it shows to who cannot see it."""
+
+    png: bytes
+    alt: str
+    caption: str = ""
+
+    def html(self) -> str:
+        source = f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
+        caption = f"<figcaption>{html.escape(self.caption)}</figcaption>" if self.caption else ""
+        return f"<figure><img alt='{html.escape(self.alt, quote=True)}' src='{source}'>{caption}</figure>"
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    parts: Sequence[Text | Facts | Grid | Picture] = field(default_factory=tuple)
+
+    def html(self) -> str:
+        return f"<section><h2>{html.escape(self.title)}</h2>{''.join(part.html() for part in self.parts)}</section>"
+
+
+def page(title: str, lead: str, sections: Sequence[Section]) -> str:
+    """The whole file.
+
+    >>> "<h1>Run</h1>" in page("Run", "what it was", [Section("Privacy", [Facts([("epsilon", "1")])])])
+    True
+    """
+    body = "".join(section.html() for section in sections)
+    style = resources.files(__package__).joinpath("page.css").read_text()
+    return (
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        "<link rel='icon' href='data:,'>"
+        f"<title>{html.escape(title)}</title><style>{style}</style></head>"
+        f"<body><main><h1>{html.escape(title)}</h1><p class='lead'>{html.escape(lead)}</p>{body}</main></body></html>\n"
+    )
+
+
+def picture(figure: Figure, alt: str, caption: str = "") -> Picture:
+    """A matplotlib figure as a picture; the figure is closed."""
+    import matplotlib.pyplot as plt
+
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=150, bbox_inches="tight", facecolor="white")
+    plt.close(figure)
+    return Picture(file.getvalue(), alt, caption)
+
+
+def _is_number(text: str) -> bool:
+    """Also with a unit, a spread or thousands behind it, or left out.
+
+    >>> [_is_number(text) for text in ("1,234", "98.1 ± 0.2 (3)", "1e-5", "-3.5%", "", "conv1")]
+    [True, True, True, True, True, False]
+    """
+    first = text.split(" ")[0].rstrip("%").replace(",", "")
+    try:
+        return not first or float(first) == float(first)
+    except ValueError:
+        return False
