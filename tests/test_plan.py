@@ -117,3 +117,15 @@ def test_the_statement_says_what_a_data_protection_officer_asks() -> None:
         "not covered",
     ):
         assert word in text
+
+
+@pytest.mark.parametrize("best_of", [None, dpkfc.BestOf(mean=3, score_noise=5.0)])
+@pytest.mark.parametrize("growth", [(), (0.5, 1.0)])
+def test_a_plan_can_be_read_again(best_of: dpkfc.BestOf | None, growth: tuple[float, ...]) -> None:
+    plan = dataclasses.replace(
+        dpkfc.Plan.make(records=100, batch_size=10, steps=15, clip=1.0, noise_multiplier=1.0, delta=1e-4),
+        best_of=best_of,
+        growth=growth,
+        groups=10 if growth else 1,
+    )
+    assert dpkfc.Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan

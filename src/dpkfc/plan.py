@@ -162,11 +162,17 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "growth": list(self.growth)}
 
+    @staticmethod
+    def from_json(fields: dict[str, Any]) -> Plan:
+        best_of = fields.get("best_of")
+        read = {"growth": tuple(fields.get("growth", ())), "best_of": None if best_of is None else BestOf(**best_of)}
+        return Plan(**{**fields, **read})
+
     def __rich__(self) -> Table:
         table = Table(title="Privacy plan", title_justify="left", show_header=False, pad_edge=False)
         table.add_column(style="bold", no_wrap=True)
         table.add_column()
-        for name, value in self._statement():
+        for name, value in self.statement():
             table.add_row(name, value)
         return table
 
@@ -175,7 +181,8 @@ class Plan:
         console.print(self)
         return str(console.file.getvalue()).rstrip()  # type: ignore[attr-defined]
 
-    def _statement(self) -> list[tuple[str, str]]:
+    def statement(self) -> list[tuple[str, str]]:
+        """What is protected, and how: names and values, in words."""
         return [
             ("what is protected", f"one record: whether it is in the data set or not ({self.neighbouring})"),
             (

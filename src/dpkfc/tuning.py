@@ -163,7 +163,7 @@ class Selected:
         table.add_row("settings", "nothing was tried" if self.settings is None else found)
         if self.score is not None:
             table.add_row("score", _short(self.score))
-        for name, value in self.plan._statement():
+        for name, value in self.plan.statement():
             table.add_row(name, value)
         return table
 
