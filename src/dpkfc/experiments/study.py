@@ -41,6 +41,7 @@ Load = Callable[[str, Scaling], Data]  # by the name of the data set
 Row = dict[str, Any]  # one line of the file: key, setting, result
 Grid = dict[str, list[dict[str, Any]]]  # what each arm tries, the likeliest first: overrides of `Setting`
 SEEDS = (1, 2, 3)  # of the final runs; tries use the default
+STAGES = ("tune", "final", "table")
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Study:
     grid: Callable[[str], Grid]  # of a task
     published: Mapping[tuple[str, str], float] = field(default_factory=dict)  # percent, by task and arm
     follows: Mapping[str, Follow] = field(default_factory=dict)  # tasks that have no grid of their own
+    seeds: tuple[int, ...] = SEEDS
 
     @property
     def arms(self) -> list[str]:
@@ -259,7 +261,7 @@ def tries(study: Study, task: str, arms: Iterable[str], count: int | None = None
 def finals(study: Study, rows: Sequence[Row], task: str, arms: Iterable[str]) -> list[Setting]:
     """The chosen setting of every arm, on all records, once a seed."""
     chosen = [choose(study, rows, task, arm)[0] for arm in arms]
-    return [replace(setting, validation=0, seed=seed) for seed in SEEDS for setting in chosen]
+    return [replace(setting, validation=0, seed=seed) for seed in study.seeds for setting in chosen]
 
 
 def choose(study: Study, rows: Sequence[Row], task: str, arm: str) -> tuple[Setting, str]:
@@ -376,22 +378,47 @@ def main(study: Study, arguments: Sequence[str] | None = None) -> None:
         "--out", type=Path, required=True, metavar="FILE.jsonl", help="results; for the table, a folder"
     )
     parser.add_argument("--tries", type=int, metavar="N", help="the first N of every arm (default: all)")
-    parser.add_argument("--stage", choices=("tune", "final", "table"), help="default: all of them, in this order")
+    parser.add_argument("--stage", choices=STAGES, help="default: all of them, in this order")
     chosen = parser.parse_args(arguments)
-    console = Console()
-    stages = [chosen.stage] if chosen.stage else ["tune", "final", "table"]
+    stages = [chosen.stage] if chosen.stage else STAGES
+    try:
+        execute(study, chosen.task, chosen.arms, chosen.out, chosen.data_dir, Console(), stages, chosen.tries)
+    except (dpkfc.PrivacyError, OSError, ValueError) as error:
+        sys.exit(f"{study.module}: {error}")
+
+
+def execute(
+    study: Study,
+    tasks: Sequence[str],
+    arms: Sequence[str],
+    out: Path,
+    data_dir: Path | None,
+    console: Console,
+    stages: Sequence[str] = STAGES,
+    count: int | None = None,
+) -> None:
+    """Tune, train what was chosen, show the table."""
 
     @cache
     def load(dataset: str, scaling: Scaling) -> Data:
-        return idx_images(dataset, chosen.data_dir, scaling)
+        return idx_images(dataset, data_dir, scaling)
 
+    for task in tasks:
+        if "tune" in stages:
+            run(tries(study, task, arms, count), load, out, console)
+        if "final" in stages:
+            run(finals(study, read(out), task, arms), load, out, console)
+    if "table" in stages:
+        show(study, out, console)
+
+
+def reproduce(study: Study, out: Path, quick: bool, console: Console, data_dir: Path | None) -> None:
+    """The whole study into the folder `out`; quick: a tenth of an epoch, one try and one seed an arm."""
+    if quick:
+        tasks = {name: {**task, "epochs": 0.1} for name, task in study.tasks.items()}
+        study = replace(study, tasks=tasks, seeds=study.seeds[:1], published={})
+    file = out / ("quick.jsonl" if quick else "results.jsonl")
     try:
-        for task in chosen.task:
-            if "tune" in stages:
-                run(tries(study, task, chosen.arms, chosen.tries), load, chosen.out, console)
-            if "final" in stages:
-                run(finals(study, read(chosen.out), task, chosen.arms), load, chosen.out, console)
-        if "table" in stages:
-            show(study, chosen.out, console)
-    except (dpkfc.PrivacyError, OSError, ValueError) as error:
-        sys.exit(f"{study.module}: {error}")
+        execute(study, list(study.tasks), study.arms, file, data_dir, console, count=1 if quick else None)
+    except (OSError, ValueError) as error:
+        raise dpkfc.PrivacyError(str(error)) from error
