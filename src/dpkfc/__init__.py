@@ -6,7 +6,7 @@
 200
 """
 
-from dpkfc import optim
+from dpkfc import diagnostics, optim
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.accounting.selection import BestOf
 from dpkfc.clipping import Automatic
@@ -68,6 +68,7 @@ __all__ = [
     "Through",
     "Tokens",
     "Workload",
+    "diagnostics",
     "fix",
     "make_private",
     "mean_over_records",

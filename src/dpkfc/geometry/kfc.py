@@ -166,6 +166,15 @@ class KFC:
     def after_noise(self) -> dict[Names, Map]:
         return dict(self._post)
 
+    @property
+    def spectra(self) -> dict[Names, tuple[Spectrum, Spectrum | None]]:
+        """A, and G if the geometry uses it, of every mapped layer at the last refresh, before damping.
+
+        Only the directions that are told apart have their vectors: all of them with rank=None. Empty after a
+        checkpoint was loaded, which holds the maps alone.
+        """
+        return dict(self._spectra)
+
     def describe(self) -> Description:
         """The maps in figures, layer by layer: print it, or ``describe().plot("geometry.png")``.
 

@@ -1,0 +1,63 @@
+"""What all results share: whether they may be shown, and their form as a table, as text and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+PUBLIC = "public: probes and weights only"
+FROM_RECORDS = "not private: computed from the given records"
+FROM_ORACLE = "not private: computed from the private records of an Oracle"
+
+
+def is_probe(source: Any) -> bool:
+    """A probe draws its examples; anything else is a batch of records."""
+    return hasattr(source, "draw")
+
+
+def privacy_of(sources: Iterable[Any], geometries: Iterable[Any] = ()) -> str:
+    """What may be said of a result. "public" presumes what a private run grants: that its weights are public."""
+    sources = list(sources)
+    if not all(is_probe(source) for source in sources):
+        return FROM_RECORDS
+    return PUBLIC if all(one.public for one in [*sources, *geometries]) else FROM_ORACLE
+
+
+def is_public(privacy: str) -> bool:
+    return privacy == PUBLIC
+
+
+def table_of(title: str, privacy: str, names: Iterable[str], figures: Iterable[str]) -> Table:
+    """An empty table: columns of names, then of figures, and the statement about privacy below."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, caption_justify="left")
+    for heading in names:
+        table.add_column(heading, no_wrap=True)
+    for heading in figures:
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.caption = Text(privacy, style="" if is_public(privacy) else "bold red")
+    return table
+
+
+def as_text(shown: RenderableType) -> str:
+    console = Console(width=160, color_system=None)
+    with console.capture() as capture:
+        console.print(shown)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def as_json(value: Any) -> Any:
+    """Dataclasses as dicts, tuples as lists, and numbers that JSON does not have as None."""
+    if is_dataclass(value):
+        return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): as_json(one) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [as_json(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
