@@ -55,8 +55,8 @@ def test_the_noise_length_by_hand() -> None:
     rmse = plan.noise_multiplier / 512 * math.sqrt(sum(variances) / STEPS)
     parameters = (9 + 1) * 16 + (16 * 9 + 1) * 32 + (1568 + 1) * 128 + (128 + 1) * 10
     expected = rmse * math.sqrt(parameters / (16 + 32 + 128 + 10))
-    assert length_per_rate(TRY, STEPS) == pytest.approx(expected, rel=1e-6)
-    assert length_per_rate(replace(TRY, clip=0.1), STEPS) == pytest.approx(0.1 * expected, rel=1e-6)
+    assert length_per_rate(TRY, STEPS) == pytest.approx(expected, rel=2e-4), "noise has a margin of 1e-4"
+    assert length_per_rate(replace(TRY, clip=0.1), STEPS) == pytest.approx(0.1 * expected, rel=2e-4)
 
 
 def test_correlated_noise_has_its_own_length() -> None:
@@ -72,13 +72,10 @@ def test_correlated_noise_has_its_own_length() -> None:
 
 def test_the_recipe_reaches_the_length_that_it_is_asked_for() -> None:
     """The preset's formula and this module's are one."""
-    recipe = dpkfc.recipe(
-        experiment.paper_cnn(), records=55_000, epsilon=3.0, delta=1e-5, epochs=1, batch_size=512, noise_length=4.0
-    )
-    steps = recipe.arguments["steps"]
-    noise = recipe.arguments["noise"]
-    named = None if noise == dpkfc.Independent() else {"name": type(noise).__name__, "bands": noise.bands}
-    assert recipe.lr * length_per_rate(replace(TRY, noise=named), steps) == pytest.approx(4.0)
+    run = {"records": 55_000, "batch_size": 30_000, "epsilon": 3.0, "delta": 1e-5}  # too large for correlated noise
+    recipe = dpkfc.recipe(experiment.paper_cnn(), **run, epochs=10, noise_length=4.0)
+    per_rate = length_per_rate(replace(TRY, batch_size=30_000), recipe.arguments["steps"])
+    assert recipe.lr * per_rate == pytest.approx(4.0)
 
 
 def test_sweeps_are_tries_that_differ_only_in_the_learning_rate(tmp_path: Path) -> None:
@@ -160,7 +157,7 @@ def test_from_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     def few_steps(run: Run) -> Result:
         trained.append(run)
-        return train(replace(run, epochs=0.5))
+        return train(replace(run, epochs=1.0, batch_size=600))
 
     monkeypatch.setattr(experiment, "EPSILONS", (3.0,))
     monkeypatch.setattr(experiment, "LENGTHS", (1.0, 2.0))
