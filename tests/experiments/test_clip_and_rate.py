@@ -84,7 +84,7 @@ def test_cells_are_means_over_the_seeds_of_their_method() -> None:
 def test_where_every_gradient_is_clipped_only_the_product_matters() -> None:
     """The algebra of the module, for both methods."""
     for method in experiment.METHODS:
-        some = [train(Run(method, clip, 0.1 / clip, 1, **FEW)) for clip in (1e-3, 1e-2, 1e-4)]
+        some = [train(Run(method, clip, 0.1 / clip, 1, **FEW)) for clip in (1e-3, 1e-2)]
         assert len({one.last for one in some}) == 1
 
 

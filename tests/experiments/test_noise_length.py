@@ -138,6 +138,8 @@ def test_the_summary_and_the_table() -> None:
     assert "| mnist, paper_cnn | arm | 1 | 256 | 100 | 3 | 0.4* | 4.00* | 80.0 | 70.0 | 10.0 |" in text
     assert "| 2 | 6.00 | 60.0 | outside |  |" in text
     assert "](picture.png)" in text
+    assert "In 2 sweeps of DP-KFC" in text and "by a factor of 5, the best noise lengths by 4." in text
+    assert "ρ = 2 loses 10.0 points in the median and 10.0 at worst" in text
 
 
 def test_sweeps_on_the_digits_are_means_over_the_seeds() -> None:

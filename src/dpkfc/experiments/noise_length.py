@@ -1,4 +1,4 @@
-"""The best learning rates of private runs differ by orders of magnitude; the best lengths of their noise do not.
+"""The best learning rates of private runs differ far more than the best lengths of their noise.
 
     python -m dpkfc.experiments.noise_length --results docs/results --out runs/noise-length.jsonl
 
@@ -108,7 +108,7 @@ class Run:
     noise_length: float
     seed: int
     epochs: float = 30.0
-    batch_size: int = 171  # makes 199 steps
+    batch_size: int = 171  # makes 200 steps
 
 
 def train(run: Run) -> Result:
@@ -211,11 +211,28 @@ def summary(sweeps: Sequence[Sweep]) -> list[list[str]]:
         if of:
             losses = [sweep.loss for sweep in of if sweep.loss is not None]
             loss = [f"{100 * median(losses):.1f}", f"{100 * max(losses):.1f}"] if losses else ["", ""]
-            edge = f"{sum(sweep.at_edge for sweep in of)}"
-            best = [sweep.best for sweep in of]
-            rates, lengths = [point.lr for point in best], [point.length for point in best]
-            lines.append([name, str(len(of)), edge, spread(rates), spread(lengths), *loss, str(len(of) - len(losses))])
+            rates, lengths = [sweep.best.lr for sweep in of], [sweep.best.length for sweep in of]
+            counts = [str(len(of)), str(sum(sweep.at_edge for sweep in of))]
+            lines.append([name, *counts, spread(rates), spread(lengths), *loss, str(len(of) - len(losses))])
     return lines
+
+
+def in_words(sweeps: Sequence[Sweep]) -> str:
+    """The line of the summary that the preset rests on."""
+    of = [sweep for sweep in sweeps if sweep.kind in (KFC, DIGITS)]
+    losses = [100 * sweep.loss for sweep in of if sweep.loss is not None]
+    if not losses:
+        return ""
+    rates, lengths = (ratio([getattr(sweep.best, name) for sweep in of]) for name in ("lr", "length"))
+    return (
+        f"In {len(of)} sweeps of DP-KFC, without a map after the noise, the best learning rates differ by a factor of "
+        f"{rates:.2g}, the best noise lengths by {lengths:.2g}. The preset's ρ = {NOISE_LENGTH:g} loses "
+        f"{median(losses):.1f} points in the median and {max(losses):.1f} at worst."
+    )
+
+
+def ratio(values: Sequence[float]) -> float:
+    return max(values) / min(values)
 
 
 def spread(values: Sequence[float]) -> str:
@@ -223,7 +240,7 @@ def spread(values: Sequence[float]) -> str:
     >>> spread([0.5, 0.1, 1])
     '0.1 to 1: × 10'
     """
-    return f"{min(values):.2g} to {max(values):.2g}: × {max(values) / min(values):.3g}"
+    return f"{min(values):.2g} to {max(values):.2g}: × {ratio(values):.2g}"
 
 
 def cells(sweep: Sweep) -> list[str]:
@@ -258,12 +275,13 @@ def markdown(sweeps: Sequence[Sweep], picture: str) -> str:
     )
     parts = [
         "# Learning rates and noise lengths of private runs",
+        in_words(sweeps),
         markdown_table(about, summary(sweeps)),
         f"![accuracy against the learning rate and against the noise length]({picture})",
         markdown_table(headings, [cells(sweep) for sweep in sweeps], left=2),
         remark,
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 STYLES: dict[str, dict[str, Any]] = {
@@ -275,28 +293,34 @@ STYLES: dict[str, dict[str, Any]] = {
 
 
 def plot(sweeps: Sequence[Sweep], file: Path) -> None:
-    """A line a sweep: what is lost against its best, by the learning rate and by ρ. Diamonds are the preset's."""
+    """A line a sweep: what is lost against its best, by the learning rate and by ρ, on equally long scales."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (by_rate, by_length) = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
-    for sweep in sorted(sweeps, key=lambda sweep: list(STYLES).index(sweep.kind) if sweep.kind in STYLES else -1):
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
+    order = list(STYLES)
+    for sweep in sorted(sweeps, key=lambda sweep: order.index(sweep.kind) if sweep.kind in order else -1):
         style = STYLES.get(sweep.kind, {"color": "0.85", "label": "others"})
-        rates, lengths = [point.lr for point in sweep.points], [point.length for point in sweep.points]
         lost = [100 * (point.accuracy - sweep.best.accuracy) for point in sweep.points]
-        by_rate.plot(rates, lost, "-o", markersize=2.5, linewidth=1.1, alpha=0.8, **style)
-        by_length.plot(lengths, lost, "-o", markersize=2.5, linewidth=1.1, alpha=0.8, **style)
-        if sweep.loss is not None:
-            place = NOISE_LENGTH * rates[0] / lengths[0], -100 * sweep.loss
-            by_rate.plot(*place, "D", color=style["color"], markeredgecolor="black", markersize=5, zorder=3)
-    by_length.axvline(NOISE_LENGTH, color="black", linestyle="--", linewidth=1, label="preset")
-    by_rate.set(xscale="log", xlabel="learning rate", ylabel="accuracy minus the best of the sweep, points")
-    by_length.set(xscale="log", xlabel="noise length ρ", ylim=(-20, 1))
-    for panel in (by_rate, by_length):
+        for panel, name in zip(panels, ("lr", "length"), strict=True):
+            places = [getattr(point, name) for point in sweep.points]
+            panel.plot(places, lost, "-o", markersize=2.5, linewidth=1.1, alpha=0.8, **style)
+            if sweep.loss is not None:
+                place = places[0] * NOISE_LENGTH / sweep.points[0].length, -100 * sweep.loss
+                panel.plot(*place, "D", color=style["color"], markeredgecolor="black", markersize=5, zorder=3)
+    panels[0].plot([], [], "D", color="white", markeredgecolor="black", label=f"preset, ρ = {NOISE_LENGTH:g}")
+    panels[0].set(xlabel="learning rate", ylabel="accuracy minus the best of the sweep, points", ylim=(-16, 1))
+    panels[1].set(xlabel="noise length ρ")
+    for panel in panels:
+        panel.set_xscale("log")
         panel.grid(alpha=0.3)
-    entries = dict(zip(*reversed(by_length.get_legend_handles_labels()), strict=True))
+    ends = [panel.get_xlim() for panel in panels]
+    half = max(math.sqrt(high / low) for low, high in ends)
+    for panel, (low, high) in zip(panels, ends, strict=True):
+        panel.set_xlim(math.sqrt(low * high) / half, math.sqrt(low * high) * half)
+    entries = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
     figure.legend(entries.values(), entries.keys(), ncols=len(entries), loc="outside upper center", fontsize=8)
     figure.savefig(file, dpi=150)
     plt.close(figure)

@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 import dpkfc
+from dpkfc.accounting.calibrate import epsilon_spent
+from dpkfc.accounting.events import Mechanism
 from dpkfc.data.digits import digits
 from dpkfc.experiments.study import Data, accuracy, read, split
 
@@ -53,9 +55,9 @@ def pink() -> dpkfc.PinkNoise:
     return dpkfc.PinkNoise(shape=SHAPE, classes=CLASSES, mean=0.3, std=0.3)
 
 
-@cache  # runs of a grid share their plan, and accounting takes as long as training
-def epsilon_of(plan: dpkfc.Plan, steps: int) -> float:
-    return plan.epsilon(steps)
+@cache  # it does not depend on clip or learning rate, and takes as long as training does
+def epsilon_of(mechanism: Mechanism, delta: float) -> float:
+    return epsilon_spent([mechanism], delta, "pld")
 
 
 def train(
@@ -74,7 +76,7 @@ def train(
     return Result(
         last=accuracy(model, *measured.tensors),
         average=None if averaged is None else accuracy(averaged, *measured.tensors),
-        epsilon=epsilon_of(private.plan, private.charged),
+        epsilon=epsilon_of(private.plan.mechanism.after(private.charged), private.plan.delta),
         noise=private.plan.noise,
         noise_multiplier=private.plan.noise_multiplier,
         steps=private.steps,
