@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -291,6 +292,15 @@ def test_make_private_twice_is_refused_until_detached() -> None:
         make(model, optimizer)
     private.detach()
     make(model, optimizer)
+
+
+def test_a_copy_of_a_private_model_is_an_ordinary_one() -> None:
+    model = network()
+    make(model)
+    copied = copy.deepcopy(model)
+    private, optimizer = make(copied)
+    train(private, copied, optimizer)
+    assert private.epsilon() > 0
 
 
 def test_a_refused_run_leaves_the_model_as_it_was() -> None:

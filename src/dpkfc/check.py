@@ -32,7 +32,7 @@ def check_model(model: nn.Module) -> None:
     """Refuse, by name and with the fix, what no per-sample gradient can make private."""
     if not isinstance(model, nn.Module):
         raise PrivacyError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if any(isinstance(hook, Hook) for hook in model._forward_pre_hooks.values()):
+    if any(isinstance(hook, Hook) and hook.active for hook in model._forward_pre_hooks.values()):
         raise PrivacyError(
             "the model is already private: call detach() on the handle of the earlier make_private first"
         )

@@ -70,6 +70,11 @@ class Hook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
+    @property
+    def active(self) -> bool:
+        """False in a copy, where it does nothing."""
+        return self.function is not _nothing
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Hook, (_nothing,)
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dpkfc.capture.tape import Call, Hook, Tape
+from dpkfc.capture.tape import Call, Tape
 from dpkfc.capture.units import Unit, partition
 from dpkfc.check import check_model
 from dpkfc.diagnostics.result import is_probe
@@ -36,19 +36,16 @@ Reduction = Literal["mean", "sum"]
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """The model without its gradients, and without the hooks of a private run."""
+    """The model without its gradients; hooks of a private run do nothing in a copy."""
     if not isinstance(model, nn.Module):
         raise PrivacyError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     try:
-        copied = copy.deepcopy(model)
+        return copy.deepcopy(model)
     except Exception as problem:
         raise PrivacyError(
             f"the diagnostics look at a copy of the model, and {type(model).__name__} cannot be copied: {problem}. "
             "Keep tensors with a graph, open files and the like out of the model's attributes"
         ) from problem
-    for key in [key for key, hook in copied._forward_pre_hooks.items() if isinstance(hook, Hook)]:
-        del copied._forward_pre_hooks[key]
-    return copied
 
 
 @contextlib.contextmanager
