@@ -12,6 +12,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from dpkfc.accounting.ledger import read
+from dpkfc.cli_train import register
 from dpkfc.errors import PrivacyError
 from dpkfc.report.ledger_table import ledger_tables
 
@@ -28,6 +29,7 @@ class Commands(TyperGroup):
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode="rich", add_completion=False)
+register(app)
 
 
 @app.callback()
@@ -37,6 +39,8 @@ def dpkfc() -> None:
     [bold]Examples[/bold]
 
     [cyan]dpkfc demo[/cyan]                 train a small private model, in about a minute
+
+    [cyan]dpkfc train people.csv --target ill --schema schema.json --epsilon 3[/cyan]   train on your own data
 
     [cyan]dpkfc plan 60000[/cyan]           what noise a run needs, and which kind disturbs the model least
 
@@ -129,13 +133,38 @@ def ledger(
     Console().print(ledger_tables(read(path), delta))
 
 
-EXPERIMENTS = {"bsr-error": "dpkfc.experiments.bsr_error", "rescaling": "dpkfc.experiments.rescaling"}
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="The folder of a finished run of dpkfc train.", show_default=False)],
+) -> None:
+    """Write the report of a run, one HTML file: its privacy in plain words, what it learned, and how.
+
+    [bold]Examples[/bold]
+
+    [cyan]dpkfc report runs/digits[/cyan]
+    """
+    from dpkfc.report.run_report import write_report
+
+    Console().print(str(write_report(folder)), soft_wrap=True, highlight=False)
+
+
+EXPERIMENTS = {
+    "table1": "dpkfc.experiments.optimizers",
+    "table6": "dpkfc.experiments.optimizers",
+    "geometry": "dpkfc.experiments.geometry",
+    "correlated": "dpkfc.experiments.correlated",
+    "bsr-error": "dpkfc.experiments.bsr_error",
+    "rescaling": "dpkfc.experiments.rescaling",
+}
 
 
 @app.command()
 def reproduce(
     name: Annotated[str, typer.Argument(help=f"The experiment: {', '.join(EXPERIMENTS)}.", show_default=False)],
-    quick: Annotated[bool, typer.Option("--quick", help="A small part of it, in seconds.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A small part of it, in seconds or minutes.")] = False,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="The folder with mnist/ and fashion-mnist/.", show_default="$DPKFC_DATA")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder for results.", show_default="results/NAME")] = None,
 ) -> None:
     """Run a published comparison again: print its tables, write them and its figure.
@@ -147,7 +176,15 @@ def reproduce(
     [cyan]dpkfc reproduce bsr-error --quick[/cyan]
 
     [cyan]dpkfc reproduce bsr-error --out results/bsr-error[/cyan]
+
+    [cyan]dpkfc reproduce table1 --data-dir DATA[/cyan]            private optimizers on MNIST: many hours
     """
     if name not in EXPERIMENTS:
         raise PrivacyError(f"{name!r} is not an experiment: choose from {', '.join(EXPERIMENTS)}")
-    import_module(EXPERIMENTS[name]).run(out or Path("results") / name, quick, Console())
+    module, folder = import_module(EXPERIMENTS[name]), out or Path("results") / name
+    if hasattr(module, "STUDY"):
+        from dpkfc.experiments.study import reproduce
+
+        reproduce(module.STUDY, folder, quick, Console(), data_dir)
+    else:
+        module.run(folder, quick, Console())

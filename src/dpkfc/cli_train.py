@@ -1,0 +1,298 @@
+"""The commands for people with data of their own: `dpkfc train`, `dpkfc data`, `dpkfc doctor`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dpkfc.errors import PrivacyError
+
+if TYPE_CHECKING:
+    from dpkfc.data.sources import Loaded
+
+NOT_COVERED = (
+    "This schema was read off the records themselves. That is NOT covered by any epsilon: the ranges and lists tell "
+    "something of single records. Let a person who knows the domain check and edit it before you train with it."
+)
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        help="A .csv, .tsv, .parquet or .npz file; a folder of idx files, or with a subfolder of images or .txt files "
+        "for each class; or digits, mnist, fashion-mnist, cifar-10.",
+        show_default=False,
+    ),
+]
+Target = Annotated[str | None, typer.Option(help="The column with the class, in a table.")]
+TextColumn = Annotated[str | None, typer.Option("--text", help="The column with the text, to learn from text.")]
+SchemaFile = Annotated[
+    Path | None, typer.Option("--schema", help="JSON: ranges and categories of the columns, and the classes.")
+]
+Classes = Annotated[str | None, typer.Option(help="The classes, as in no,yes; or their number, for labels 0, 1, ...")]
+Test = Annotated[str, typer.Option("--test", help="The share kept for the test, or a file or folder of test records.")]
+Limits = Annotated[str | None, typer.Option("--range", help="LOW,HIGH of arrays that are not bytes, as in 0,1.")]
+Size = Annotated[int, typer.Option(help="Side of the square that image files are brought to.")]
+Grey = Annotated[bool, typer.Option("--grey", help="Read image files in shades of grey.")]
+TextFeatures = Annotated[int, typer.Option(help="Features that words are hashed into.")]
+Indicators = Annotated[bool, typer.Option("--indicators", help="Features that say where a number is missing.")]
+DataDir = Annotated[
+    Path | None, typer.Option(help="Where mnist, fashion-mnist and cifar-10 are.", show_default="$DPKFC_DATA")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    for command in (train, data, doctor):
+        app.command()(command)
+
+
+def train(
+    source: Source,
+    epsilon: Annotated[float, typer.Option(help="The privacy budget.", show_default=False)],
+    target: Target = None,
+    text: TextColumn = None,
+    schema: SchemaFile = None,
+    classes: Classes = None,
+    test: Test = "0.2",
+    limits: Limits = None,
+    size: Size = 32,
+    grey: Grey = False,
+    text_features: TextFeatures = 4096,
+    indicators: Indicators = False,
+    data_dir: DataDir = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="linear, mlp, cnn, scattering, or FILE.py:function, called with (shape, classes).",
+            show_default="scattering or cnn for images, else linear",
+        ),
+    ] = None,
+    delta: Annotated[
+        float | None,
+        typer.Option(help="The probability with which epsilon may fail.", show_default="a tenth of 1 / records"),
+    ] = None,
+    epochs: Annotated[float | None, typer.Option(help="Expected passes over the data.", show_default="15")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Records a step is expected to draw.", show_default="what makes 800 steps")
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="The learning rate.", show_default="by the noise")] = None,
+    method: Annotated[Literal["kfc", "sgd"], typer.Option(help="DP-KFC, or plain DP-SGD.")] = "kfc",
+    noise: Annotated[
+        Literal["auto", "independent"], typer.Option(help="auto: correlated noise where it leaves less in the weights.")
+    ] = "auto",
+    physical_batch_size: Annotated[int, typer.Option(help="Records in memory at once.")] = 512,
+    ledger: Annotated[Path | None, typer.Option(help="Charge every step here, before its result is seen.")] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="The name of these people's data in the ledger.", show_default="SOURCE's name")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder of the run.", show_default="runs/SOURCE's name")] = None,
+    seed: Annotated[int | None, typer.Option(help="For experiments only: by default noise is secret.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+) -> None:
+    """Train a model privately on your own data.
+
+    What is not given comes from a recipe that looks at no record. Ctrl-C stops the run after the step under way; the
+    same command goes on, bit for bit. The weights are covered by epsilon; accuracy on the test part is not.
+
+    [bold]Examples[/bold]
+
+    [cyan]dpkfc train people.csv --target ill --schema schema.json --epsilon 3[/cyan]
+
+    [cyan]dpkfc train reviews.csv --text review --target stars --classes 1,2,3,4,5 --epsilon 3[/cyan]
+
+    [cyan]dpkfc train photos/ --size 32 --epsilon 3 --ledger privacy.db --dataset patients[/cyan]
+
+    [cyan]dpkfc train scans.npz --model net.py:network --epochs 30 --epsilon 1 --out runs/scans[/cyan]
+    """
+    from dpkfc import training
+
+    console = Console()
+    name = Path(source).name.split(".")[0] or "data"
+    options = _options(target, text, schema, classes, test, limits, size, grey, text_features, indicators, data_dir)
+    loaded = _load(source, options, console)
+    settings = training.Settings(
+        epsilon=epsilon,
+        delta=delta,
+        model=model,
+        epochs=epochs,
+        batch_size=batch_size,
+        lr=lr,
+        method=method,
+        noise=noise,
+        physical_batch_size=physical_batch_size,
+        ledger=None if ledger is None else str(ledger),
+        dataset=(dataset or name) if ledger is not None else None,
+        seed=seed,
+        device=device,
+    )
+    out = out or Path("runs") / name
+    for remark in loaded.remarks:
+        console.print(Text(f"- {remark}"), soft_wrap=True)
+    if seed is not None:
+        console.print(Text("- with a seed whoever knows it can take the noise away: for experiments only"))
+    written = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    if not training.fit(loaded, settings, out, source={"path": source, **written}, console=console):
+        console.print(Text(f"stopped; everything is in {out}. The same command goes on from here."), soft_wrap=True)
+        raise typer.Exit(130)
+    training.finish(out, console)
+
+
+def data(
+    source: Source,
+    target: Target = None,
+    text: TextColumn = None,
+    schema: SchemaFile = None,
+    classes: Classes = None,
+    test: Test = "0.2",
+    limits: Limits = None,
+    size: Size = 32,
+    grey: Grey = False,
+    text_features: TextFeatures = 4096,
+    indicators: Indicators = False,
+    data_dir: DataDir = None,
+    suggest_schema: Annotated[
+        Path | None, typer.Option(help="Write a draft of the schema of a table here, for a person to check.")
+    ] = None,
+) -> None:
+    """Describe a source of data, and say what of it is taken as public.
+
+    [bold]Examples[/bold]
+
+    [cyan]dpkfc data people.csv[/cyan]
+
+    [cyan]dpkfc data people.csv --target ill --suggest-schema schema.json[/cyan]
+
+    [cyan]dpkfc data people.csv --target ill --schema schema.json[/cyan]
+
+    [cyan]dpkfc data photos/[/cyan]
+    """
+    from dpkfc.data.sources import TABLES
+
+    console = Console()
+    is_table = Path(source).suffix.lower() in TABLES and Path(source).is_file()
+    if suggest_schema is not None:
+        if not is_table or target is None:
+            raise PrivacyError("--suggest-schema is for a table, and needs --target, the column with the class")
+        return _suggest(Path(source), target, text, suggest_schema, console)
+    if is_table and schema is None and text is None:
+        return _columns(Path(source), console)
+    options = _options(target, text, schema, classes, test, limits, size, grey, text_features, indicators, data_dir)
+    _describe(source, _load(source, options, console), console)
+
+
+def doctor() -> None:
+    """Check the installation: versions, optional packages, threads, the noise, a private run of two steps.
+
+    [bold]Examples[/bold]
+
+    [cyan]dpkfc doctor[/cyan]
+    """
+    from dpkfc.doctor import show
+
+    if not show(Console()):
+        raise typer.Exit(1)
+
+
+def _options(
+    target: str | None,
+    text: str | None,
+    schema: Path | None,
+    classes: str | None,
+    test: str,
+    limits: str | None,
+    size: int,
+    grey: bool,
+    features: int,
+    indicators: bool,
+    data_dir: Path | None,
+) -> dict[str, Any]:
+    """The arguments of `sources.load`."""
+    from dpkfc.data.tables import read_schema
+
+    return {
+        "target": target,
+        "text": text,
+        "schema": None if schema is None else read_schema(schema),
+        "classes": None if classes is None else _classes(classes),
+        "test": test,
+        "limits": None if limits is None else _range(limits),
+        "size": size,
+        "grey": grey,
+        "features": features,
+        "indicators": indicators,
+        "data_dir": data_dir,
+    }
+
+
+def _load(source: str, options: dict[str, Any], console: Console) -> Loaded:
+    from dpkfc.data.sources import load
+
+    with console.status("reading the data"):
+        return load(source, **options)
+
+
+def _classes(given: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in given.split(","))
+    if len(names) == 1 and names[0].isdigit():
+        return tuple(map(str, range(int(names[0]))))
+    return names
+
+
+def _range(given: str) -> tuple[float, float]:
+    try:
+        low, high = map(float, given.split(","))
+    except ValueError:
+        raise PrivacyError(f"--range {given}: give two numbers with a comma between them, as in --range 0,1") from None
+    return low, high
+
+
+def _suggest(source: Path, target: str, text: str | None, file: Path, console: Console) -> None:
+    from dpkfc.data.tables import suggest_schema
+
+    if file.exists():
+        raise PrivacyError(f"{file} exists, and a person may have edited it: remove it first, or choose another name")
+    schema, left_out = suggest_schema(source, target, text)
+    body = ",\n".join(f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in schema.items())
+    file.write_text(f"{{\n{body}\n}}\n")
+    console.print(Text(f"wrote {file}: {len(schema)} of {len(schema) + len(left_out)} columns"), soft_wrap=True)
+    if left_out:
+        console.print(
+            Text(f"left out (one value, many words, or not asked for): {', '.join(left_out)}"), soft_wrap=True
+        )
+    console.print(Text(NOT_COVERED, style="bold yellow"), soft_wrap=True)
+
+
+def _columns(source: Path, console: Console) -> None:
+    from dpkfc.data.tables import read_table
+
+    table = read_table(source)
+    console.print(Text(f"{source}: {len(table.rows):,} records"), soft_wrap=True)
+    console.print(Text(f"columns: {', '.join(table.header)}"), soft_wrap=True)
+    advice = f"next: dpkfc data {source} --target COLUMN --suggest-schema schema.json, check it, then dpkfc train"
+    console.print(Text(advice), soft_wrap=True)
+
+
+def _describe(source: str, loaded: Loaded, console: Console) -> None:
+    from dpkfc.models.default import default_model
+
+    table = Table(title=Text(source), title_justify="left", show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    test = 0 if loaded.test is None else len(loaded.test)
+    table.add_row("kind", loaded.kind)
+    table.add_row("records", f"{len(loaded.train):,} to train on, {test:,} to test on")
+    table.add_row("shape", " x ".join(map(str, loaded.shape)))
+    table.add_row("classes", Text(f"{loaded.classes}: {', '.join(loaded.names)}"))
+    table.add_row("default model", default_model(loaded.kind, loaded.shape))
+    for remark in loaded.remarks:
+        table.add_row("note", Text(remark))
+    counts = loaded.train.tensors[1].bincount(minlength=loaded.classes).tolist()
+    shown = ", ".join(f"{name} {count:,}" for name, count in zip(loaded.names, counts, strict=True))
+    table.add_row("not private", Text(f"records of each class to train on, for your eyes only: {shown}"))
+    console.print(table)

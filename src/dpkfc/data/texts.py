@@ -1,0 +1,74 @@
+"""Text as hashed words: no vocabulary, no document frequencies, nothing that is fitted on private records.
+
+Each word adds ±1 to one of `features` counters, which a fixed hash chooses (the hashing trick, Weinberger et al., 2009;
+the sign makes collisions cancel on average). Repeated words count ``1 + ln n``, and every record has length 1.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpkfc.data.records import Read, Records, mark, numbered
+from dpkfc.errors import PrivacyError
+from dpkfc.geometry.probes.probe import Probe
+from dpkfc.geometry.probes.tabular import Tabular
+
+FEATURES = 2**12
+WORD = re.compile(r"\w+")
+
+
+def hashed(texts: Sequence[str], features: int = FEATURES) -> Tensor:
+    """Rows [N, features] of length 1, or 0 for a text without a word.
+
+    >>> rows = hashed(["the cat saw the dog", "The dog saw the cat!", ""], features=64)
+    >>> bool((rows[0] == rows[1]).all()), round(float(rows[0].norm()), 5), float(rows[2].norm())
+    (True, 1.0, 0.0)
+    """
+    if features < 2:
+        raise PrivacyError(f"text features={features}: give at least 2, a few thousand as a rule")
+    rows = np.zeros((len(texts), features), dtype=np.float32)
+    for row, text in zip(rows, texts, strict=True):
+        for word, count in Counter(WORD.findall(text.lower())).items():
+            place, sign = _place(word, features)
+            row[place] += sign * (1 + math.log(count))
+        if length := float(np.linalg.norm(row)):
+            row /= length
+    return torch.from_numpy(rows)
+
+
+@lru_cache(maxsize=2**18)
+def _place(word: str, features: int) -> tuple[int, int]:
+    number = int.from_bytes(blake2b(word.encode(errors="replace"), digest_size=8, person=b"dpkfc text").digest(), "big")
+    return (number >> 1) % features, 1 if number & 1 else -1
+
+
+def text_probe(features: int) -> Probe:
+    """Rows of length about 1 with no direction preferred: a hash leaves nothing to expect of any feature."""
+    return Tabular(features, std=features**-0.5)
+
+
+def read_text_folders(parts: dict[str, dict[str, list[Path]]], names: tuple[str, ...], features: int) -> Read:
+    """Files of each class, for "train" and perhaps "test": see `data.folders`."""
+    found = {part: _read_files(files, names, features) for part, files in parts.items()}
+    return Read("text", names, found["train"], found.get("test"), text_probe(features))
+
+
+def _read_files(classes: dict[str, list[Path]], names: tuple[str, ...], features: int) -> Records:
+    pairs = [(label, file) for label, files in classes.items() for file in files]
+    contents = [file.read_bytes() for _, file in pairs]
+    labels = [label for label, _ in pairs]
+    return Records(
+        hashed([content.decode("utf-8", errors="replace") for content in contents], features),
+        numbered(labels, names, [str(file) for _, file in pairs]),
+        [mark(label.encode(), content) for label, content in zip(labels, contents, strict=True)],
+    )

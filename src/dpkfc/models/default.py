@@ -1,0 +1,162 @@
+"""The model for a source of data: one of a few that train well privately, or the user's own function."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpkfc.data.records import Kind
+from dpkfc.errors import PrivacyError
+from dpkfc.features import Scattering, standardised
+from dpkfc.geometry.probes.pink import PinkNoise
+from dpkfc.geometry.probes.probe import Probe
+from dpkfc.geometry.probes.through import Through
+from dpkfc.models.mlp import mlp
+
+NAMES = ("linear", "mlp", "cnn", "scattering")
+HIDDEN = 64
+PROBES = 2048  # that thousands of scattering features are known by
+SMALLEST, WIDEST = 16, 2**14  # the side of images, and the features, for which scattering is the default
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model, what is computed from every input before it reaches the model, and probes that took the same way."""
+
+    name: str
+    model: nn.Module
+    features: Callable[[Any], Tensor] | None
+    probe: Probe
+    code: str | None = None  # digest of the file of the user's own model
+
+
+def default_model(kind: Kind, shape: tuple[int, ...]) -> str:
+    """Scattering features for images that are large enough, else a small CNN; a linear model for all else."""
+    if kind != "images":
+        return "linear"
+    small = min(shape[1:]) < SMALLEST or scattered(shape) > WIDEST
+    return "cnn" if small or importlib.util.find_spec("kymatio") is None else "scattering"
+
+
+def scattered(shape: tuple[int, ...]) -> int:
+    """How many features `Scattering` makes of an image.
+
+    >>> scattered((1, 28, 28))
+    3969
+    """
+    return shape[0] * 81 * (shape[1] // 4) * (shape[2] // 4)
+
+
+def build(name: str, kind: Kind, shape: tuple[int, ...], classes: int, probe: Probe) -> Built:
+    """The model, tried on zeros: its output must be one number for each class."""
+    if name in ("cnn", "scattering") and kind != "images":
+        raise PrivacyError(f"--model {name} is for images, not for {kind} data: choose linear or mlp")
+    if name == "scattering":
+        if min(shape[1:]) < 8:
+            raise PrivacyError(f"--model scattering needs images of at least 8 x 8, not {shape[1:]}: choose cnn")
+        assert isinstance(probe, PinkNoise)
+        features: Callable[[Any], Tensor] = standardised(Scattering(shape), probe, PROBES)  # type: ignore[arg-type]
+        return Built(
+            name, _linear(scattered(shape), classes), features, Through(replace(probe, count=PROBES), features)
+        )
+    if name == "linear":
+        return Built(name, _linear(_size(shape), classes), None, probe)
+    if name == "mlp":
+        return Built(name, mlp([_size(shape), HIDDEN, classes]), None, probe)
+    if name == "cnn":
+        return Built(name, _checked(_cnn(shape, classes), name, shape, classes), None, probe)
+    file, function = _own(name)
+    return Built(name, _checked(_call(function, name, shape, classes), name, shape, classes), None, probe, _code(file))
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def _linear(inputs: int, classes: int) -> nn.Sequential:
+    """It begins at zero, so that no class is preferred."""
+    layer = nn.Linear(inputs, classes)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return nn.Sequential(nn.Flatten(), layer)
+
+
+def _cnn(shape: tuple[int, ...], classes: int) -> nn.Sequential:
+    """Two convolutions, normalised by groups, and a linear layer over 4 x 4 places."""
+    return nn.Sequential(
+        nn.Conv2d(shape[0], 16, 3, padding=1),
+        nn.GroupNorm(4, 16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.GroupNorm(4, 32),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(32 * 4 * 4, classes),
+    )
+
+
+def _own(name: str) -> tuple[Path, Callable[..., Any]]:
+    path, colon, function = name.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        raise PrivacyError(f"--model {name}: choose one of {', '.join(NAMES)}, or give FILE.py:function")
+    file = Path(path)
+    if not file.is_file():
+        raise PrivacyError(f"--model {name}: there is no file {file}")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as problem:
+        raise PrivacyError(f"--model {name}: {file} fails with {type(problem).__name__}: {problem}") from problem
+    found = getattr(module, function, None)
+    if not callable(found):
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise PrivacyError(f"--model {name}: {file} has no function {function!r}; it has {', '.join(known) or 'none'}")
+    return file, found
+
+
+def _call(function: Callable[..., Any], name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
+    wanted = len(inspect.signature(function).parameters)
+    if wanted not in (0, 2):
+        raise PrivacyError(
+            f"--model {name}: the function takes {wanted} arguments: write it as f(shape, classes) or f()"
+        )
+    try:
+        model = function(shape, classes) if wanted else function()
+    except Exception as problem:
+        raise PrivacyError(f"--model {name} fails with {type(problem).__name__}: {problem}") from problem
+    if not isinstance(model, nn.Module):
+        raise PrivacyError(f"--model {name} returned {type(model).__name__}: it must return a torch.nn.Module")
+    return model
+
+
+def _checked(model: nn.Module, name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
+    training = model.training
+    try:
+        with torch.no_grad():
+            output = model.eval()(torch.zeros(2, *shape))
+    except Exception as problem:
+        first = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+        raise PrivacyError(f"--model {name} does not take inputs of shape {shape}: {first}") from problem
+    model.train(training)
+    found = tuple(output.shape[1:]) if isinstance(output, Tensor) else type(output).__name__
+    if found != (classes,):
+        raise PrivacyError(
+            f"--model {name} gives {found} for each record, but there are {classes} classes: give that many"
+        )
+    return model
+
+
+def _code(file: Path) -> str:
+    return sha256(file.read_bytes()).hexdigest()

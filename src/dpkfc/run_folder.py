@@ -1,0 +1,101 @@
+"""What a run keeps in its folder, so that it can be stopped at any step, killed at any point, and taken up again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import TensorDataset
+
+from dpkfc.errors import PrivacyError
+
+
+def resumes(out: Path, config: dict[str, Any]) -> bool:
+    """Whether the folder holds this run already; if another one, that is an error."""
+    if not (out / "config.json").exists():
+        return False
+    try:
+        found = json.loads((out / "config.json").read_text())
+    except ValueError as problem:
+        raise PrivacyError(f"{out}/config.json is damaged ({problem}): choose another --out") from problem
+    config = json.loads(json.dumps(config))
+    changed = [key for key in config if key != "settings" and found.get(key) != config[key]]
+    settings = found.get("settings", {})
+    changed += [key for key, value in config["settings"].items() if settings.get(key) != value]
+    if changed:
+        raise PrivacyError(
+            f"{out} holds a run with another {', '.join(changed)}: repeat that run's command to resume it, or choose "
+            "another --out"
+        )
+    return True
+
+
+@dataclass
+class Fingerprint:
+    """Of inputs and labels, kept in the checkpoint, which is secret: a run goes on with the records it began with."""
+
+    digest: str
+
+    @staticmethod
+    def of(data: TensorDataset) -> Fingerprint:
+        digest = sha256()
+        for tensor in data.tensors:
+            digest.update(tensor.contiguous().numpy().reshape(-1).data)
+        return Fingerprint(digest.hexdigest())
+
+    def state_dict(self) -> dict[str, str]:
+        return {"digest": self.digest}
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        if state["digest"] != self.digest:
+            raise PrivacyError(
+                "the records are not those that the run began with: restore them, or begin another --out"
+            )
+
+
+@contextmanager
+def stoppable() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C, or a request to terminate, waits for the step under way; a second one does not."""
+    asked = False
+
+    def ask(number: int, frame: Any) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    if threading.current_thread() is not threading.main_thread():  # only there can signals be handled
+        yield lambda: False
+        return
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def keep_metrics(out: Path, steps: int) -> None:
+    """Without the lines of steps that the checkpoint does not know of: they are taken again."""
+    file = out / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    file.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= steps))
+
+
+def write_json(file: Path, content: Any) -> None:
+    write_whole(file, lambda fresh: fresh.write_text(json.dumps(content, indent=2) + "\n"))
+
+
+def write_whole(file: Path, write: Callable[[Path], Any]) -> None:
+    """All of the file or nothing of it, whatever the process is killed at."""
+    fresh = file.with_name(f".{file.name}.part")
+    write(fresh)
+    os.replace(fresh, file)

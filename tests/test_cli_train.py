@@ -1,0 +1,158 @@
+"""`dpkfc train`, `dpkfc data` and `dpkfc doctor`, as a person runs them, on tiny files."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+import dpkfc
+from dpkfc import doctor, run_folder
+from dpkfc.cli import app
+
+SCHEMA = '{"age": [0, 100], "sex": ["f", "m"], "ill": ["no", "yes"]}'
+QUICK = ("--epsilon", 3, "--delta", "1e-3", "--epochs", 1, "--batch-size", 20, "--noise", "independent", "--test", 0)
+EPSILON = cache(dpkfc.Plan.epsilon)
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the commands run, with a table and its schema."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(dpkfc.Plan, "epsilon", EPSILON)  # the same few plans again and again
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{n},{n % 90},{'fm'[n % 2]},{('no', 'yes')[n % 90 > 45]},note {n % 7}" for n in range(60)]
+    Path("people.csv").write_text("\n".join(["id,age,sex,ill,said", *rows]))
+    Path("schema.json").write_text(SCHEMA)
+    return tmp_path
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def images(folder: Path) -> None:
+    from PIL import Image
+
+    for name in ("cat", "dog"):
+        (folder / name).mkdir(parents=True)
+        for number in range(30):
+            Image.fromarray(RNG.integers(0, 256, (9, 9), dtype=np.uint8)).save(folder / name / f"{number}.png")
+
+
+def test_a_table_from_draft_to_model() -> None:
+    looked = run("data", "people.csv")
+    assert looked.exit_code == 0 and "60 records" in looked.stdout and "id, age, sex, ill, said" in looked.stdout
+    drafted = run("data", "people.csv", "--target", "ill", "--suggest-schema", "draft.json")
+    assert drafted.exit_code == 0 and "NOT covered by any epsilon" in drafted.stdout
+    assert json.loads(Path("draft.json").read_text())["age"] == [0, 60]
+    again = run("data", "people.csv", "--target", "ill", "--suggest-schema", "draft.json")
+    assert again.exit_code == 2 and "may have edited it" in again.stderr
+    seen = run("data", "people.csv", "--target", "ill", "--schema", "schema.json")
+    assert "for your eyes only: no" in seen.stdout and "taken as public" in seen.stdout
+    trained = run(
+        "train", "people.csv", "--target", "ill", "--schema", "schema.json", *QUICK[:-1], 0.25, "--ledger", "privacy.db"
+    )
+    assert trained.exit_code == 0, trained.output
+    assert "test accuracy" in trained.stdout and "epsilon does not protect the test records" in trained.stdout
+    assert "add or remove one record" in trained.stdout and "training loss" not in trained.stdout
+    assert Path("runs/people/model.safetensors").exists()
+    assert "people" in run("ledger", "privacy.db").stdout
+    config = json.loads(Path("runs/people/config.json").read_text())
+    assert config["source"]["schema"] == json.loads(SCHEMA) and config["settings"]["dataset"] == "people"
+
+
+def test_text_from_a_column() -> None:
+    options = ("--text", "said", "--target", "ill", "--classes", "no,yes", "--text-features", 32)
+    done = run("train", "people.csv", *options, *QUICK)
+    assert done.exit_code == 0 and "linear, 66 parameters" in done.stdout
+
+
+def test_a_folder_of_images() -> None:
+    pytest.importorskip("PIL")
+    images(Path("photos"))
+    done = run("train", "photos", "--size", 6, "--grey", *QUICK, "--out", "mine")
+    assert done.exit_code == 0 and "cnn, " in done.stdout and Path("mine/result.json").exists()
+    assert "test accuracy" not in done.stdout
+
+
+def test_arrays_and_a_model_of_ones_own() -> None:
+    np.savez("a.npz", x=RNG.random((60, 5)), y=np.arange(60) % 3)
+    Path("net.py").write_text("import torch\n\ndef net(shape, classes):\n    return torch.nn.Linear(*shape, classes)\n")
+    done = run("train", "a.npz", "--range", "0,1", "--model", "net.py:net", "--method", "sgd", "--lr", 0.1, *QUICK)
+    assert done.exit_code == 0 and "net.py:net, 18 parameters, identity (DP-SGD)" in done.stdout
+
+
+def test_ctrl_c_and_the_same_command_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def pressed() -> Iterator[Callable[[], bool]]:
+        with run_folder.stoppable() as stopping:
+            signal.raise_signal(signal.SIGINT)
+            yield stopping
+
+    command = ("train", "people.csv", "--target", "ill", "--schema", "schema.json", *QUICK, "--seed", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("dpkfc.training.stoppable", pressed)
+        stopped = run(*command)
+    assert stopped.exit_code == 130 and "The same command goes on" in stopped.stdout
+    other = run(*command[:-1], 2)
+    assert other.exit_code == 2 and "another seed" in other.stderr
+    done = run(*command)
+    assert done.exit_code == 0 and "resumed after step 1 of 3" in done.stdout
+    assert "this run is finished" in run(*command).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", "nowhere.csv", *QUICK), "there is no nowhere.csv"),
+        (("train", "people.csv", *QUICK), "Give --target"),
+        (("train", "people.csv", "--target", "ill", *QUICK), "--suggest-schema"),
+        (
+            ("train", "people.csv", "--target", "ill", "--schema", "none.json", *QUICK),
+            "schema none.json cannot be read",
+        ),
+        (("train", "people.csv", "--target", "ill", "--schema", "people.csv", *QUICK), "is not JSON"),
+        (("train", "people.csv", "--target", "no", "--text", "said", "--classes", "a,b", *QUICK), "no column 'no'"),
+        (("train", "people.csv", "--target", "ill", "--text", "said", "--classes", "a,b", *QUICK), "is not one of"),
+        (("train", "people.csv", "--target", "ill", "--schema", "schema.json", "--model", "lstm", *QUICK), "lstm"),
+        (("train", "people.csv", "--target", "ill", "--schema", "schema.json", *QUICK, "--batch-size", 2), "size 2"),
+        (("train", "people.csv", "--target", "ill", "--schema", "schema.json", *QUICK, "--range", "1"), "--range 1"),
+        (("data", "people.csv", "--suggest-schema", "draft.json"), "needs --target"),
+    ],
+)
+def test_an_error_is_one_line_and_spends_nothing(arguments: tuple[object, ...], message: str) -> None:
+    done = run(*arguments)
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
+    assert done.stderr.startswith("dpkfc: ") and message in done.stderr
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "data", "doctor"])
+def test_help_has_examples(command: str) -> None:
+    done = run(command, "--help")
+    assert done.exit_code == 0 and "Examples" in done.stdout and f"dpkfc {command}" in done.stdout
+
+
+def test_a_doctor_who_finds_nothing_wrong() -> None:
+    done = run("doctor")
+    assert done.exit_code == 0 and "ready to train privately" in done.stdout
+    assert "2 steps of DP-KFC" in done.stdout and "variance" in done.stdout
+
+
+def test_a_doctor_who_finds_noise_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "add_normal_", lambda tensors, key, scale: None)
+    monkeypatch.setattr(doctor, "_smoke", lambda: "not tried")
+    monkeypatch.setattr(doctor, "REQUIRED", ("no-such-package",))
+    done = run("doctor")
+    assert done.exit_code == 1 and "do not train with this" in done.stdout
+    assert "to mend: no-such-package, noise" in done.stdout

@@ -1,0 +1,247 @@
+"""A run in a folder: stopped, killed and resumed it ends as if nothing had happened; what is not its own it refuses."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from torch.utils.data import TensorDataset
+
+import dpkfc
+from dpkfc.data.images import image_probe
+from dpkfc.data.sources import Loaded
+from dpkfc.models import default
+from dpkfc.training import Settings, correct, finish, fit, restore, stoppable
+
+MODEL = """
+from torch import nn
+
+def network(shape, classes):
+    return nn.Sequential(nn.Linear(shape[0], 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, classes))
+
+def wrong(shape, classes):
+    return nn.Linear(shape[0], classes + 1)
+
+def other(shape, classes):
+    return nn.Linear(99, classes)
+
+def nothing():
+    return 7
+
+def three(a, b, c):
+    return None
+
+def batch_norm(shape, classes):
+    return nn.Sequential(nn.BatchNorm1d(shape[0]), nn.Linear(shape[0], classes))
+"""
+SETTINGS = Settings(epsilon=3.0, delta=1e-3, epochs=2, batch_size=20, noise="independent", seed=0)
+QUIET = Console(quiet=True)
+STEPS = 6
+EPSILON = cache(dpkfc.Plan.epsilon)
+
+
+@pytest.fixture(autouse=True)
+def _remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dpkfc.Plan, "epsilon", EPSILON)  # the same few plans again and again
+
+
+def some_data(records: int = 60, shape: tuple[int, ...] = (4,), shift: float = 0.0) -> Loaded:
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(records + 20) % 2
+    x = torch.rand(records + 20, *shape, generator=generator) * 0.5 + 0.4 * y.view(-1, *[1] * len(shape)) + shift
+    train, test = TensorDataset(x[:records], y[:records]), TensorDataset(x[records:], y[records:])
+    images = len(shape) == 3
+    probe = image_probe(shape, 2) if images else dpkfc.Tabular(shape[0])
+    return Loaded(train, test, "images" if images else "tabular", shape, 2, ("no", "yes"), ("a remark",), probe)
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Settings:
+    (tmp_path / "net.py").write_text(MODEL)
+    return replace(SETTINGS, model=f"{tmp_path}/net.py:network")
+
+
+def stop_at(step: int) -> Callable[[int], None]:
+    return lambda now: signal.raise_signal(signal.SIGINT) if now == step else None
+
+
+def kill_at(step: int) -> Callable[[int], None]:
+    def kill(now: int) -> None:
+        if now == step:
+            raise OSError("killed")
+
+    return kill
+
+
+def weights(out: Path) -> dict[str, list[float]]:
+    return {name: value.flatten().tolist() for name, value in load_file(out / "model.safetensors").items()}
+
+
+def test_a_stopped_and_a_killed_run_end_as_one_that_went_through(own: Settings, tmp_path: Path) -> None:
+    data = some_data()
+    assert fit(data, own, tmp_path / "whole", console=QUIET)
+    assert not fit(data, own, tmp_path / "stopped", console=QUIET, on_step=stop_at(2))
+    assert not (tmp_path / "stopped" / "model.safetensors").exists()
+    assert not fit(data, own, tmp_path / "stopped", console=QUIET, on_step=stop_at(4))
+    taken: list[int] = []
+    torch.manual_seed(99)  # what else goes on in the process has no part in it
+    assert fit(data, own, tmp_path / "stopped", console=QUIET, on_step=taken.append)
+    assert taken == [5, 6]
+    with pytest.raises(OSError, match="killed"):
+        fit(data, own, tmp_path / "killed", console=QUIET, on_step=kill_at(5))
+    assert fit(data, own, tmp_path / "killed", console=QUIET)
+    assert weights(tmp_path / "whole") == weights(tmp_path / "stopped") == weights(tmp_path / "killed")
+    lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "stopped", "killed")]
+    steps = [[(json.loads(line)["step"], json.loads(line)["epsilon"]) for line in found] for found in lines]
+    assert steps[0] == steps[1] == steps[2] and [step for step, _ in steps[0]] == [3, 6]
+
+
+def test_what_a_finished_run_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, out = some_data(), tmp_path / "run"
+    assert fit(data, SETTINGS, out, source={"path": "people.csv"}, console=QUIET)
+    names = {"config.json", "plan.json", "metrics.jsonl", "model.safetensors", "result.json"}
+    assert {file.name for file in out.iterdir()} == names  # and no checkpoint, which is a secret
+    keys = {key for line in (out / "metrics.jsonl").read_text().splitlines() for key in json.loads(line)}
+    assert keys == {"step", "epsilon", "seconds"}  # no loss, no accuracy of training records
+    result = json.loads((out / "result.json").read_text())
+    assert 2.9 < result["epsilon"] <= 3 and result["steps"] == STEPS
+    assert data.test is not None
+    assert correct(restore(out, data), data.test, "cpu", 7) == result["test"]["accuracy"] * 20
+    before = weights(out)
+    assert fit(data, SETTINGS, out, source={"path": "people.csv"}, console=QUIET, on_step=kill_at(1))  # takes no step
+    assert weights(out) == before
+    finish(out, Console(width=200))
+    shown = capsys.readouterr().out
+    assert "epsilon does not protect the test records" in shown and "add or remove one record" in shown
+
+
+def test_the_ledger_is_charged_once(own: Settings, tmp_path: Path) -> None:
+    settings = replace(own, ledger=str(tmp_path / "privacy.db"), dataset="people")
+    data, out = some_data(), tmp_path / "run"
+    assert not fit(data, settings, out, console=QUIET, on_step=stop_at(2))
+    with pytest.raises(OSError, match="killed"):
+        fit(data, settings, out, console=QUIET, on_step=kill_at(4))
+    taken: list[int] = []
+    assert fit(data, settings, out, console=QUIET, on_step=taken.append)
+    assert taken == [3, 4]  # steps 3 and 4 were lost with the kill, stay charged, and are not had again
+    (run,) = dpkfc.accounting.ledger.read(tmp_path / "privacy.db")
+    assert (run.dataset, run.charged, run.closed) == ("people", STEPS, True)
+    assert fit(data, replace(settings, dataset=None), tmp_path / "second", console=QUIET)
+    assert len(dpkfc.accounting.ledger.read(tmp_path / "privacy.db")) == 2
+
+
+def test_a_budget_that_does_not_suffice_leaves_nothing_behind(tmp_path: Path) -> None:
+    file, out = tmp_path / "privacy.db", tmp_path / "run"
+    with closing(dpkfc.Ledger(file, "people", budget=(1.0, 1e-3))):
+        pass
+    with pytest.raises(dpkfc.PrivacyError, match="does not fit"):
+        fit(some_data(), replace(SETTINGS, ledger=str(file), dataset="people"), out, console=QUIET)
+    assert not list(out.iterdir())
+
+
+def test_images_through_scattering_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("kymatio")
+    monkeypatch.setattr(default, "PROBES", 64)
+    data, out = some_data(shape=(1, 16, 16)), tmp_path / "run"
+    assert fit(data, SETTINGS, out, console=QUIET)
+    assert data.test is not None
+    result = json.loads((out / "result.json").read_text())
+    assert result["model"] == "scattering" and result["parameters"] == 2 * (81 * 16 + 1)
+    assert correct(restore(out, data), data.test, "cpu", 20) == result["test"]["accuracy"] * 20
+
+
+@pytest.mark.parametrize("settings", [{"model": "cnn"}, {"model": "mlp", "method": "sgd", "lr": 0.1}])
+def test_other_models_and_methods(tmp_path: Path, settings: dict[str, object]) -> None:
+    data = some_data(shape=(3, 6, 5))
+    assert fit(data, replace(SETTINGS, **settings), tmp_path, console=QUIET)  # type: ignore[arg-type]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["model"] == settings["model"] and ("DP-SGD" in result["geometry"]) == ("method" in settings)
+    assert result["lr"] == settings.get("lr", result["lr"])
+
+
+def test_defaults_by_the_kind_of_data() -> None:
+    assert default.default_model("tabular", (4,)) == default.default_model("text", (4096,)) == "linear"
+    assert default.default_model("images", (1, 28, 28)) == "scattering"
+    assert default.default_model("images", (1, 8, 8)) == default.default_model("images", (3, 224, 224)) == "cnn"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("lstm", "choose one of linear, mlp"),
+        ("cnn", "is for images, not for tabular"),
+        ("nowhere.py:network", "there is no file nowhere.py"),
+        ("{}:netwerk", "has no function 'netwerk'; it has network"),
+        ("{}:wrong", r"gives \(3,\) for each record, but there are 2 classes"),
+        ("{}:other", r"does not take inputs of shape \(4,\)"),
+        ("{}:nothing", "returned int"),
+        ("{}:three", "takes 3 arguments"),
+        ("{}:batch_norm", "mixes the records"),
+    ],
+)
+def test_models_that_cannot_be(own: Settings, tmp_path: Path, model: str, message: str) -> None:
+    with pytest.raises(dpkfc.PrivacyError, match=message):
+        fit(some_data(), replace(own, model=model.format(tmp_path / "net.py")), tmp_path / "run", console=QUIET)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_size": 3}, "--batch-size 3"),
+        ({"batch_size": 100}, "batch_size=100 exceeds the 60 records"),
+        ({"lr": 0.0}, "--lr 0"),
+        ({"epsilon": -1.0}, "--epsilon -1"),
+        ({"epochs": 0.0}, "--epochs 0"),
+        ({"delta": 2.0}, "delta=2.0"),
+        ({"method": "adam"}, "--method adam"),
+        ({"noise": "pink"}, "--noise pink"),
+        ({"device": "toaster"}, "--device toaster"),
+    ],
+)
+def test_settings_that_cannot_be(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    with pytest.raises(dpkfc.PrivacyError) as caught:
+        fit(some_data(), replace(SETTINGS, **change), tmp_path / "run", console=QUIET)  # type: ignore[arg-type]
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_too_few_records(tmp_path: Path) -> None:
+    with pytest.raises(dpkfc.PrivacyError, match="there are 5 training records"):
+        fit(some_data(5), replace(SETTINGS, batch_size=None), tmp_path / "run", console=QUIET)
+
+
+def test_a_folder_goes_on_with_its_own_run_only(own: Settings, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert not fit(some_data(), own, out, console=QUIET, on_step=stop_at(1))
+    with pytest.raises(dpkfc.PrivacyError, match="another epsilon, lr: repeat"):
+        fit(some_data(), replace(own, epsilon=2.0, lr=1.0), out, console=QUIET)
+    with pytest.raises(dpkfc.PrivacyError, match="another source"):
+        fit(some_data(), own, out, source={"path": "other.csv"}, console=QUIET)
+    with pytest.raises(dpkfc.PrivacyError, match="records are not those"):
+        fit(some_data(shift=0.01), own, out, console=QUIET)
+    (tmp_path / "net.py").write_text(MODEL + "\n# changed")
+    with pytest.raises(dpkfc.PrivacyError, match="another code"):
+        fit(some_data(), own, out, console=QUIET)
+    (out / "config.json").write_text("{")
+    with pytest.raises(dpkfc.PrivacyError, match="damaged"):
+        fit(some_data(), own, out, console=QUIET)
+
+
+def test_a_second_ctrl_c_does_not_wait() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), stoppable() as stopping:
+        assert not stopping()
+        signal.raise_signal(signal.SIGINT)
+        assert stopping()
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
