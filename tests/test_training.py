@@ -108,7 +108,7 @@ def test_a_stopped_and_a_killed_run_end_as_one_that_went_through(own: Settings, 
 def test_what_a_finished_run_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, out = some_data(), tmp_path / "run"
     assert fit(data, SETTINGS, out, source={"path": "people.csv"}, console=QUIET)
-    names = {"config.json", "plan.json", "metrics.jsonl", "model.safetensors", "result.json"}
+    names = {"config.json", "plan.json", "metrics.jsonl", "model.safetensors", "result.json", "geometry.png"}
     assert {file.name for file in out.iterdir()} == names  # and no checkpoint, which is a secret
     keys = {key for line in (out / "metrics.jsonl").read_text().splitlines() for key in json.loads(line)}
     assert keys == {"step", "epsilon", "seconds"}  # no loss, no accuracy of training records
