@@ -408,19 +408,21 @@ def _read(folder: Path | None, best: FrozenTrial | None) -> Weights | None:
 
 
 def _study(storage: Storage | None, name: str, direction: str) -> Study:
-    optuna = _optuna()
     if storage is None:
-        return optuna.create_study(study_name=name, direction=direction)  # type: ignore[no-any-return]
+        fresh: Study = _optuna().create_study(study_name=name, direction=direction)
+        return fresh
     file = Path(storage).absolute()
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch(mode=0o600)
-    study = optuna.create_study(storage=f"sqlite:///{file}", study_name=name, direction=direction, load_if_exists=True)
+    study: Study = _optuna().create_study(
+        storage=f"sqlite:///{file}", study_name=name, direction=direction, load_if_exists=True
+    )
     if study.direction.name != direction.upper():
         raise PrivacyError(
             f"study {name!r} in {file} was begun to {study.direction.name.lower()}, not to {direction}: choose another "
             "name"
         )
-    return study  # type: ignore[no-any-return]
+    return study
 
 
 def _best(study: Study) -> FrozenTrial | None:
@@ -439,7 +441,7 @@ def _by_score(study: Study) -> Callable[[FrozenTrial], float]:
 
 def _score(trial: FrozenTrial) -> float:
     assert trial.value is not None
-    return trial.value
+    return float(trial.value)
 
 
 def _optuna() -> Any:

@@ -133,7 +133,8 @@ def _figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    return plt.subplots(rows, columns, figsize=(width, height), squeeze=False, layout="constrained")
+    figure, panels = plt.subplots(rows, columns, figsize=(width, height), squeeze=False, layout="constrained")
+    return figure, panels
 
 
 def _styles(names: Iterable[str], private: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
