@@ -34,11 +34,10 @@ def write(folder: Path, kind: str) -> dict[str, tuple[NDArray[np.uint8], list[in
     return written
 
 
-@pytest.mark.parametrize("where", ["cifar-10", "cifar-10/cifar-10-batches-bin"])
-@pytest.mark.parametrize("kind", ["bin", "png"])
+@pytest.mark.parametrize(
+    ("kind", "where"), [("bin", "cifar-10"), ("bin", "cifar-10/cifar-10-batches-bin"), ("png", "cifar-10")]
+)
 def test_what_was_written_is_read(tmp_path: Path, kind: str, where: str) -> None:
-    if kind == "png" and where != "cifar-10":
-        pytest.skip("the PNGs have no folder of their own")
     written = write(tmp_path / where, kind)
     for data, names in zip(cifar10(tmp_path), (TRAIN, TEST), strict=True):
         images, labels = data.tensors
