@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ class Scattering:
             return torch.cat([transform(part.contiguous()).flatten(1) for part in images.split(batch)])
 
 
+@cache
 def _scattering(scales: int, side: tuple[int, int]) -> Callable[[Tensor], Tensor]:
     try:
         # kymatio.torch would import its 3-D part too, which needs a function that scipy has dropped

@@ -5,7 +5,6 @@ Sampling and accounting both read this one frozen object, so they agree by const
 
 from __future__ import annotations
 
-import io
 import math
 import warnings
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +13,6 @@ from numbers import Integral, Real
 from typing import Any, Literal
 
 import dp_accounting as dp
-from rich.console import Console
 from rich.table import Table
 
 from dpkfc.accounting.calibrate import Accountant, calibrate_noise, epsilon_spent
@@ -24,6 +22,7 @@ from dpkfc.clipping import MARGIN, SMALLEST_GAMMA, Automatic
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.factorization import IDENTITY, Factorization
 from dpkfc.noise.sensitivity import Participation
+from dpkfc.report.text import as_text
 
 Sampling = Literal["poisson", "cyclic-poisson", "min-separated"]
 NAMES: dict[Sampling, str] = {
@@ -177,9 +176,7 @@ class Plan:
         return table
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=100)
-        console.print(self)
-        return str(console.file.getvalue()).rstrip()  # type: ignore[attr-defined]
+        return as_text(self)
 
     def statement(self) -> list[tuple[str, str]]:
         """What is protected, and how: names and values, in words."""

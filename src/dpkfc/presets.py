@@ -14,14 +14,12 @@ median and 2.3 at worst (`docs/recipe.md`).
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -36,6 +34,7 @@ from dpkfc.noise.independent import Independent
 from dpkfc.noise.toeplitz import BandedToeplitz
 from dpkfc.noise.workload import Workload
 from dpkfc.plan import batches
+from dpkfc.report.text import as_text
 
 NOISE_LENGTH = 2.0  # ρ
 EPOCHS, STEPS = 15.0, 800
@@ -77,9 +76,7 @@ class Recipe:
         return table
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=110)
-        console.print(self)
-        return str(console.file.getvalue()).rstrip()  # type: ignore[attr-defined]
+        return as_text(self, width=110)
 
 
 def recipe(

@@ -5,7 +5,6 @@ Both drive Optuna, whose define-by-run trials say what is tuned: `trial.suggest_
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import uuid
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -39,6 +38,7 @@ from dpkfc.errors import PrivacyError
 from dpkfc.noise.rng import add_normal_, first_key, sub_key
 from dpkfc.optim.disk import DiSK
 from dpkfc.plan import Plan
+from dpkfc.report.text import as_text
 from dpkfc.run import Private
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Tuned:
         return table
 
     def __str__(self) -> str:
-        return _as_text(self)
+        return as_text(self)
 
 
 def tune(
@@ -168,7 +168,7 @@ class Selected:
         return table
 
     def __str__(self) -> str:
-        return _as_text(self)
+        return as_text(self)
 
 
 def tune_privately(
@@ -471,9 +471,3 @@ def _progress(*columns: ProgressColumn) -> Progress:
 
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _as_text(thing: RenderableType) -> str:
-    console = Console(file=io.StringIO(), width=100)
-    console.print(thing)
-    return str(console.file.getvalue()).rstrip()  # type: ignore[attr-defined]

@@ -36,6 +36,7 @@ from dpkfc.noise.toeplitz import (
     OutputPerturbation,
 )
 from dpkfc.noise.workload import Workload
+from dpkfc.report.text import markdown_table
 
 SETTINGS = ((1.0, 0.0), (1.0, 0.9), (0.999, 0.0), (0.999, 0.9))  # α, β
 STEPS = (100, 200, 500, 1000, 2000)
@@ -202,9 +203,7 @@ def rich_table(sheet: Sheet) -> Table:
 def markdown(sheets: Sequence[Sheet], quick: bool) -> str:
     parts = [f"# {TITLE}", f"    dpkfc reproduce bsr-error{' --quick' if quick else ''}", REMARK, FIGURE]
     for sheet in sheets:
-        rule = ["---" if number < 2 else "---:" for number in range(len(sheet.headings))]
-        lines = ["| " + " | ".join(line) + " |" for line in (sheet.headings, rule, *sheet.rows)]
-        parts += [f"## {sheet.title}", "\n".join(lines)]
+        parts += [f"## {sheet.title}", markdown_table(sheet.headings, sheet.rows, left=2)]
     return "\n\n".join(parts) + "\n"
 
 

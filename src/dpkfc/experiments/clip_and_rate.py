@@ -32,10 +32,11 @@ from rich.console import Console
 
 import dpkfc
 from dpkfc.experiments.demo import MOMENTUM, kfc
-from dpkfc.experiments.on_digits import HELD_OUT, Result, markdown_table, results_file, run_all
+from dpkfc.experiments.on_digits import HELD_OUT, Result, results_file, run_all
 from dpkfc.experiments.on_digits import train as train_on_digits
 from dpkfc.geometry.identity import Geometry
 from dpkfc.models import digits_cnn
+from dpkfc.report.text import markdown_table
 
 METHODS: dict[str, Callable[[], Geometry]] = {"DP-SGD": dpkfc.Identity, "DP-KFC": kfc}
 CLIPS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)

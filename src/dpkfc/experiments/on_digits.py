@@ -121,9 +121,3 @@ def results_file(text: str) -> Path:
     if file.suffix != ".jsonl":
         raise argparse.ArgumentTypeError(f"{text!r} must end in .jsonl: the .md and the .png go beside it")
     return file
-
-
-def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """The first `left` columns are text, the others numbers."""
-    rule = ["---" if number < left else "---:" for number in range(len(headings))]
-    return "\n".join("| " + " | ".join(line) + " |" for line in (headings, rule, *rows))

@@ -31,6 +31,7 @@ from dpkfc.experiments.arguments import names_among
 from dpkfc.experiments.study import SEEDS, Data, Row, accuracy, read, split
 from dpkfc.features import Scattering, standardised
 from dpkfc.report.accuracy_table import mean_and_spread
+from dpkfc.report.text import markdown_table
 
 MARKS = {"mnist": 98.7, "fashion-mnist": 89.7, "cifar-10": 69.3}  # at epsilon 3
 EPSILONS, DELTA = (1.0, 3.0), 1e-5
@@ -139,7 +140,8 @@ def train(run: Run, data: Data, probe: dpkfc.Through, on_step: Callable[[float],
 
 def markdown(rows: Sequence[Row]) -> str:
     """The table, beside the marks."""
-    lines = [["data set", "epsilon", "test %", "mark %", "noise", "batch", "steps", "learning rate"], ["---"] * 8]
+    headings = ["data set", "epsilon", "test %", "mark %", "noise", "batch", "steps", "learning rate"]
+    lines = []
     for dataset in MARKS:
         for epsilon in EPSILONS:
             wanted = {"dataset": dataset, "epsilon": epsilon, "validation": 0}
@@ -150,8 +152,7 @@ def markdown(rows: Sequence[Row]) -> str:
                 shown = mean_and_spread([result.accuracy for result in found])
                 settings = [noise, str(one.batch_size), str(one.steps), f"{one.lr:.3g}"]
                 lines.append([dataset, f"{epsilon:g}", shown, mark, *settings])
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"# {TITLE}\n\n{table}\n\n{REMARK}\n"
+    return f"# {TITLE}\n\n{markdown_table(headings, lines, left=len(headings))}\n\n{REMARK}\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 import dpkfc
 from dpkfc.noise.choose import Noise, evaluate
 from dpkfc.noise.rng import first_key, next_key, sub_key
+from dpkfc.report.text import markdown_table
 
 RUN: dict[str, Any] = {"records": 60_000, "batch_size": 256, "steps": 700, "clip": 1.0, "epsilon": 3.0, "delta": 1e-5}
 SIZE, SEEDS = 4000, (0, 1, 2)
@@ -96,7 +97,6 @@ def run(out: Path, quick: bool, console: Console) -> None:
     console.print(table)
     out.mkdir(parents=True, exist_ok=True)
     (out / "rescaling.json").write_text(json.dumps({"run": RUN, "seeds": seeds, "ratios": found}, indent=1) + "\n")
-    lines = [["on the way", *names], ["---", *["---:"] * len(names)], *cells]
-    markdown = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    markdown = markdown_table(["on the way", *names], cells)
     settings = ", ".join(f"{name} {value:g}" for name, value in RUN.items())
     (out / "rescaling.md").write_text(f"# {title}\n\n`dpkfc reproduce rescaling`: {settings}.\n\n{markdown}\n")
