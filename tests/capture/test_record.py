@@ -34,6 +34,17 @@ def test_positions_that_cancel_do_not_hide_a_norm(size: float, ones: bool) -> No
         assert added <= 1 + 1e-4
 
 
+@pytest.mark.parametrize("width", [3, 200], ids=["formed", "gram"])
+def test_a_position_with_zero_input_adds_nothing(width: int) -> None:
+    """Padding whose input is zero has no gradient, however large what flows back (as through RMSNorm at zero)."""
+    torch.manual_seed(0)
+    left, right = torch.randn(5, 4, width), torch.randn(5, 4, width)
+    right[:, 0] = 0.0
+    left[:, 0] *= 1e8
+    want = Outer(left[:, 1:], right[:, 1:]).squared_norms(METRIC)
+    torch.testing.assert_close(Outer(left, right).squared_norms(METRIC), want)
+
+
 @pytest.mark.parametrize("size", [1e-2, 1e-4])
 def test_a_head_that_undoes_its_embedding_does_not_hide_a_norm(size: float) -> None:
     torch.manual_seed(0)

@@ -64,7 +64,7 @@ LAYERS = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "linear without bias": lambda: nn.Linear(WIDTH, WIDTH, bias=False),
     "layernorm": lambda: nn.LayerNorm(WIDTH),
-    "rmsnorm": lambda: nn.RMSNorm(WIDTH),
+    "rmsnorm": lambda: nn.RMSNorm(WIDTH, eps=1e-5),
     "groupnorm": lambda: nn.GroupNorm(1, LENGTH),
     "conv": OverTime,
     "depthwise": lambda: OverTime(groups=WIDTH),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dpkfc.capture.linear import Slots, as_positions
-from dpkfc.capture.record import Outer, Use, at_least_float32, keep_rows, squared_size, with_slack, without_cancellation
+from dpkfc.capture.record import Outer, Use, at_least_float32, keep_rows, with_slack, without_cancellation
 from dpkfc.geometry.identity import Map
 
 
@@ -92,9 +92,7 @@ class TiedHead:
         head = Outer(self.head.left[i].double(), self.head.right[i].double())
         rows = Rows(self.rows.ids[i], self.rows.values[i].double(), self.rows.count)
         norms = head.squared_norms(metric) + rows.squared_norms(metric) + 2 * TiedHead(head, rows)._cross(metric)
-        return with_slack(
-            norms.float(), squared_size(head.left).float() * squared_size(head.right).float(), metric.gain
-        )
+        return with_slack(norms.float(), head.products().float(), metric.gain)
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
         (total,) = self.head.weighted_sum(weights)

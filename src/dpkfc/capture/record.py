@@ -141,11 +141,11 @@ def without_cancellation(norms: Tensor, parts: Tensor, again: Callable[[Tensor],
 
 
 def with_slack(norms: Tensor, products: Tensor, growth: float = 1.0) -> Tensor:
-    """Squared norms with room for the rounding of the weighted sum: ``(‖U g‖ + growth eps ‖left‖ ‖right‖)²``.
+    """Squared norms with room for the rounding of the weighted sum: ``(‖U g‖ + growth eps Σ_t ‖left_t‖ ‖right_t‖)²``.
 
-    The sum adds products left_t right_tᵀ in floating point, with an error relative to the products, whose
-    total ``‖left‖² ‖right‖²`` is the second argument. Commonly that error is a millionth of the norm; for a
-    record whose products cancel it can be all of it.
+    The sum adds products left_t right_tᵀ in floating point, with an error relative to the products, the square of
+    whose total length ``Σ_t ‖left_t‖ ‖right_t‖`` is the second argument. Commonly that error is a millionth of the
+    norm; for a record whose products cancel it can be all of it.
 
     If the sum is mapped after it was added up, the map enlarges that error by up to ‖U‖, while it may shrink the
     gradient itself: `growth` is ‖U‖ if the products are unmapped, and ``‖U‖ ‖U⁻¹‖`` if they are mapped. What is
@@ -182,13 +182,13 @@ def gram(x: Tensor) -> Tensor:
 
 
 def _gram_norms(outer: Outer) -> tuple[Tensor, Tensor, Tensor]:
-    """``Σ_{t,s} (left_t · left_s)(right_t · right_s)`` per sample; its terms with t = s; ``‖left‖² ‖right‖²``."""
+    """``Σ_{t,s} (left_t · left_s)(right_t · right_s)`` per sample; its terms with t = s; ``(Σ_t ‖left_t‖ ‖right_t‖)²``."""
     products, of_left = gram(at_least_float32(outer.right)), gram(at_least_float32(outer.left))
     if outer.last is not None:
         products.addcmul_(outer.last.unsqueeze(1), outer.last.unsqueeze(2))
-    sizes = [m.diagonal(dim1=1, dim2=2).sum(1) for m in (products, of_left)]
     products.mul_(of_left)
-    return products.sum((1, 2)), products.diagonal(dim1=1, dim2=2).sum(1), sizes[0] * sizes[1]
+    single = products.diagonal(dim1=1, dim2=2)
+    return products.sum((1, 2)), single.sum(1), single.sqrt().sum(1).square()
 
 
 @dataclass
@@ -252,7 +252,7 @@ class Outer:
         if not metric.factored or by_forming < by_gram:
             block = max(1, batch * length * (p + q) // (p * q))
             norms = torch.cat([sum_of_squares(metric.apply(piece.per_sample())) for piece in self._split(block)])
-            return with_slack(norms, squared_size(self.left) * self._right_size(), metric.gain)
+            return with_slack(norms, self.products(), metric.gain)
         with scratch() as rooms:
             mapped = self if metric is UNCHANGED else self.map_first(metric, rooms)
             norms, parts, products = _gram_norms(mapped)
@@ -265,11 +265,15 @@ class Outer:
         if not metric.factored:
             return metric.single(left[:, 0], right[:, 0], None if last is None else last[:, 0])
         one = Outer(*metric.factors(left, right, last))
-        norms = squared_size(one.left) * one._right_size()
+        norms = one.products()
         return norms if metric is UNCHANGED else with_slack(norms, norms, metric.condition)
 
-    def _right_size(self) -> Tensor:
-        return squared_size(self.right) + (0.0 if self.last is None else squared_size(self.last))
+    def products(self) -> Tensor:
+        """``(Σ_t ‖left_t‖ ‖right_t‖)²``: what rounding is relative to. A position with a zero on either side adds none."""
+        left, right = (squared_size(x.flatten(0, 1)) for x in (self.left, self.right))
+        if self.last is not None:
+            right = right + squared_size(self.last.reshape(-1, 1))
+        return (left * right).sqrt().view(self.left.shape[:2]).sum(1).square()
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
         left, right = at_least_float32(self.left), at_least_float32(self.right)
