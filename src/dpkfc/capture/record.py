@@ -182,7 +182,7 @@ def gram(x: Tensor) -> Tensor:
 
 
 def _gram_norms(outer: Outer) -> tuple[Tensor, Tensor, Tensor]:
-    """``Σ_{t,s} (left_t · left_s)(right_t · right_s)`` per sample; its terms with t = s; ``(Σ_t ‖left_t‖ ‖right_t‖)²``."""
+    """``Σ_{t,s} (left_t · left_s)(right_t · right_s)`` per sample; its terms with t = s; `Outer.products`."""
     products, of_left = gram(at_least_float32(outer.right)), gram(at_least_float32(outer.left))
     if outer.last is not None:
         products.addcmul_(outer.last.unsqueeze(1), outer.last.unsqueeze(2))
@@ -269,7 +269,7 @@ class Outer:
         return norms if metric is UNCHANGED else with_slack(norms, norms, metric.condition)
 
     def products(self) -> Tensor:
-        """``(Σ_t ‖left_t‖ ‖right_t‖)²``: what rounding is relative to. A position with a zero on either side adds none."""
+        """``(Σ_t ‖left_t‖ ‖right_t‖)²``: what rounding is relative to. Positions with zero input add nothing."""
         left, right = (squared_size(x.flatten(0, 1)) for x in (self.left, self.right))
         if self.last is not None:
             right = right + squared_size(self.last.reshape(-1, 1))
