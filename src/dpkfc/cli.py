@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -148,13 +149,13 @@ def report(
     Console().print(str(write_report(folder)), soft_wrap=True, highlight=False)
 
 
-EXPERIMENTS = {
-    "table1": "dpkfc.experiments.optimizers",
-    "table6": "dpkfc.experiments.optimizers",
-    "geometry": "dpkfc.experiments.geometry",
-    "correlated": "dpkfc.experiments.correlated",
-    "bsr-error": "dpkfc.experiments.bsr_error",
-    "rescaling": "dpkfc.experiments.rescaling",
+EXPERIMENTS = {  # the names of the paper's tables and figures, or of what is compared
+    "table1": "optimizers",
+    "table6": "optimizers",
+    "geometry": "geometry",
+    "correlated": "correlated",
+    "bsr-error": "bsr_error",
+    "rescaling": "rescaling",
 }
 
 
@@ -181,10 +182,12 @@ def reproduce(
     """
     if name not in EXPERIMENTS:
         raise PrivacyError(f"{name!r} is not an experiment: choose from {', '.join(EXPERIMENTS)}")
-    module, folder = import_module(EXPERIMENTS[name]), out or Path("results") / name
+    module, folder = import_module(f"dpkfc.experiments.{EXPERIMENTS[name]}"), out or Path("results") / name
     if hasattr(module, "STUDY"):
         from dpkfc.experiments.study import reproduce
 
         reproduce(module.STUDY, folder, quick, Console(), data_dir)
+    elif "data_dir" in signature(module.run).parameters:
+        module.run(folder, quick, Console(), data_dir)
     else:
         module.run(folder, quick, Console())

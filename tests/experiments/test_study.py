@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,7 @@ from dpkfc.experiments.study import (
     Setting,
     choose,
     finals,
+    fitted,
     reproduce,
     split,
     summarise,
@@ -54,7 +56,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def load(folder: Path) -> experiment.Load:
-    return lambda dataset, scaling: experiment.idx_images(dataset, folder, scaling)
+    return lambda dataset, scaling: experiment.scaled(experiment.NAMED[dataset][1](folder), scaling)
 
 
 @pytest.fixture
@@ -326,6 +328,29 @@ def test_other_optimizers_and_adadps_run_through_the_same_loop(load: experiment.
     result = train(setting, load)
     assert 0 < result.epsilon <= SETTING.epsilon and result.average is not None
     assert setting.key != replace(SETTING, epochs=0.3).key
+
+
+@pytest.mark.parametrize("model", ["mlp", "vit", "linear"])
+def test_other_models_run_through_the_same_loop(load: experiment.Load, model: str) -> None:
+    result = train(replace(SETTING, model=model), load)
+    assert result.steps == 1 and result.epsilon == pytest.approx(3.0, abs=0.01)
+
+
+def test_the_geometry_of_the_private_records_is_not_private(load: experiment.Load) -> None:
+    setting = replace(SETTING, geometry={"probe": {"oracle": "records"}, "probes": 16})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert train(setting, load).epsilon == float("inf")
+    assert Setting(**json.loads(json.dumps(asdict(setting)))).key == setting.key
+
+
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 28, 28), (3, 32, 32), (1, 7, 14)])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_public_images_are_brought_to_the_shape_of_the_records(channels: int, shape: tuple[int, ...]) -> None:
+    """A constant image stays that, whatever its shape; what fits already is not touched."""
+    images = torch.linspace(0, 1, 5).view(5, 1, 1, 1).expand(5, channels, 28, 28)
+    torch.testing.assert_close(fitted(images, shape), torch.linspace(0, 1, 5).view(5, 1, 1, 1).expand(5, *shape))
+    assert fitted(images, (channels, 28, 28)) is images
 
 
 def test_a_quick_reproduction_is_short_and_beside_the_whole_one(folder: Path, trained: list[Setting]) -> None:

@@ -17,16 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
+from dpkfc.data.directory import data_directory
+
 SIDE, CLASSES = 32, 10
 TRAIN, TEST = [f"data_batch_{number}" for number in range(1, 6)], ["test_batch"]
 
 
 def cifar10(data_dir: str | os.PathLike[str] | None = None) -> tuple[TensorDataset, TensorDataset]:
     """Training and test images [3, 32, 32] in [0, 1] with labels 0..9. `data_dir` is $DPKFC_DATA by default."""
-    data_dir = data_dir or os.environ.get("DPKFC_DATA")
-    if not data_dir:
-        raise FileNotFoundError("where is the data? Name its folder, or set DPKFC_DATA to it")
-    folder = Path(data_dir) / "cifar-10"
+    folder = data_directory(data_dir) / "cifar-10"
     folder = folder / "cifar-10-batches-bin" if (folder / "cifar-10-batches-bin").is_dir() else folder
     if (folder / "data_batch_1.bin").is_file():
         return _records(_binary(folder, TRAIN)), _records(_binary(folder, TEST))

