@@ -69,7 +69,8 @@ def train(
     model: Annotated[
         str | None,
         typer.Option(
-            help="linear, mlp, cnn, scattering, or FILE.py:function, called with (shape, classes).",
+            help="linear, mlp, cnn, scattering; frozen:PATH, lora:PATH or full:PATH for a pretrained model of "
+            "transformers (timm/NAME of timm); or FILE.py:function, called with (shape, classes).",
             show_default="scattering or cnn for images, else linear",
         ),
     ] = None,
@@ -109,12 +110,17 @@ def train(
     [cyan]dpkfc train photos/ --size 32 --epsilon 3 --ledger privacy.db --dataset patients[/cyan]
 
     [cyan]dpkfc train scans.npz --model net.py:network --epochs 30 --epsilon 1 --out runs/scans[/cyan]
+
+    [cyan]dpkfc train reviews.csv --text review --target stars --classes 5 --model lora:models/minilm --epsilon 3[/cyan]
     """
     from dpkfc import training
+    from dpkfc.models import backbone
 
     console = Console()
     name = Path(source).name.split(".")[0] or "data"
     options = _options(target, text, schema, classes, test, limits, size, grey, text_features, indicators, data_dir)
+    if pretrained := backbone.parse(model or ""):
+        options["tokenizer"] = pretrained[1]
     loaded = _load(source, options, console)
     settings = training.Settings(
         epsilon=epsilon,

@@ -181,7 +181,7 @@ def _start(loaded: Loaded, built: Built, settings: Settings, console: Console) -
         reasons = tuple(given if row[0] == "learning rate" else row for row in found.reasons)
         found = replace(found, lr=settings.lr, reasons=reasons)
     geometry = found.arguments["geometry"]
-    if isinstance(geometry, KFC) and built.name in ("linear", "scattering"):
+    if isinstance(geometry, KFC) and (built.name == "linear" or built.features is not None):
         geometry.every = found.arguments["steps"]  # the inputs of a linear model never change
     train = _inputs(loaded.train, built, console, "training records")
     averaged = found.averaged(model)

@@ -7,15 +7,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dpkfc
+from dpkfc.data.sources import load
 from dpkfc.models import backbone
-from dpkfc.models.backbone import WAYS, classifier, features, image_encoder, parse, text_encoder
+from dpkfc.models.backbone import WAYS, classifier, features, image_encoder, parse, text_encoder, tokenizer
+from dpkfc.models.default import build
+from dpkfc.training import Settings, fit
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -54,8 +59,8 @@ def vit(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_text_is_read_without_its_padding(bert: str) -> None:
-    encoder, encode, _ = text_encoder(bert)
-    encoder.eval()
+    encode, noise = tokenizer(bert)
+    encoder = text_encoder(bert, noise.pad).eval()
     ids = encode(TEXTS)
     assert ids.shape == (3, 12) and (ids[:, 0] == WORDS.index("[CLS]")).all()
     model = transformers.BertModel.from_pretrained(bert).eval()
@@ -86,7 +91,8 @@ def trainable(model: nn.Module) -> set[str]:
 def test_what_is_trained_is_what_was_asked_for_and_learns_privately(bert: str, vit: str, way: str, kind: str) -> None:
     torch.manual_seed(1)
     if kind == "text":
-        encoder, encode, probe = text_encoder(bert)
+        encode, probe = tokenizer(bert)
+        encoder = text_encoder(bert, probe.pad)
         x: Tensor = encode(TEXTS * 4)
         geometry = dpkfc.KFC(probe=probe, every=1, probes=8)
     else:
@@ -126,7 +132,8 @@ def test_what_is_trained_is_what_was_asked_for_and_learns_privately(bert: str, v
 
 
 def test_features_are_those_of_each_record_alone(bert: str) -> None:
-    encoder, encode, _ = text_encoder(bert)
+    encode, noise = tokenizer(bert)
+    encoder = text_encoder(bert, noise.pad)
     compute, ids = features(encoder.train(), batch=2), encode(TEXTS)
     together = compute(ids)
     assert not together.requires_grad
@@ -135,7 +142,8 @@ def test_features_are_those_of_each_record_alone(bert: str) -> None:
 
 
 def test_token_noise_is_of_the_models_own_ids(bert: str) -> None:
-    encoder, _, noise = text_encoder(bert)
+    _, noise = tokenizer(bert)
+    encoder = text_encoder(bert, noise.pad)
     ids = noise.draw(50, torch.Generator().manual_seed(0)).inputs
     assert isinstance(ids, Tensor) and ids.shape == (50, 12)
     assert (ids[:, 0] == 2).all() and int(ids.max()) < len(WORDS) and (ids == 0).any()
@@ -143,16 +151,16 @@ def test_token_noise_is_of_the_models_own_ids(bert: str) -> None:
 
 
 def test_a_tokenizer_without_padding_pads_with_its_end(bert: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = transformers.BertTokenizer.from_pretrained(bert)
-    tokenizer.pad_token, tokenizer.eos_token = None, "[SEP]"
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda path: tokenizer)
-    encoder, encode, noise = text_encoder(bert)
-    assert encoder.pad == 3 and (encode(["the cat"])[0, -5:] == 3).all()
+    made = transformers.BertTokenizer.from_pretrained(bert)
+    made.pad_token, made.eos_token = None, "[SEP]"
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda path: made)
+    encode, noise = tokenizer(bert)
+    assert (encode(["the cat"])[0, -5:] == 3).all()
     assert noise.sep is None and noise.pad == 3
-    tokenizer = transformers.BertTokenizer.from_pretrained(bert)
-    tokenizer.pad_token = None
+    made = transformers.BertTokenizer.from_pretrained(bert)
+    made.pad_token = None
     with pytest.raises(dpkfc.PrivacyError, match="no padding token"):
-        text_encoder(bert)
+        tokenizer(bert)
 
 
 class Timm:
@@ -199,7 +207,7 @@ class Fixed(nn.Module):
 @pytest.mark.parametrize(
     ("missing", "make"),
     [
-        ("transformers", lambda: text_encoder("x")),
+        ("transformers", lambda: text_encoder("x", 0)),
         ("timm", lambda: image_encoder("timm/x")),
         ("peft", lambda: classifier(backbone.ImageEncoder(nn.Linear(2, 2), 2, (0.0,), (1.0,)), 2, "lora")),
     ],
@@ -212,9 +220,40 @@ def test_a_missing_package_is_named(missing: str, make: Any, monkeypatch: pytest
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(dpkfc.PrivacyError, match="is not a model that can be loaded here"):
-        text_encoder(str(tmp_path))
+        text_encoder(str(tmp_path), 0)
 
 
 def test_names() -> None:
     assert [parse(f"{way}:a/b") for way in WAYS] == [(way, "a/b") for way in WAYS]
     assert parse("linear") is None and parse("net.py:frozen") is None
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_from_a_table_of_texts_to_a_private_model(bert: str, tmp_path: Path, way: str) -> None:
+    rows = [f"{'the cat sat' if place % 2 else 'a mat and all'} {place % 5},{place % 2}" for place in range(60)]
+    (tmp_path / "texts.csv").write_text("\n".join(["said,ill", *rows]))
+    loaded = load(tmp_path / "texts.csv", text="said", target="ill", classes=("0", "1"), tokenizer=bert)
+    assert loaded.shape == (12,) and loaded.train.tensors[0].dtype == torch.long
+    settings = Settings(
+        epsilon=8.0, delta=1e-3, epochs=2, batch_size=20, noise="independent", seed=0, model=f"{way}:{bert}"
+    )
+    assert fit(loaded, settings, tmp_path / "run", console=Console(quiet=True))
+    assert (tmp_path / "run" / "result.json").is_file()
+
+
+def test_from_images_to_a_private_model(vit: str, tmp_path: Path) -> None:
+    images, labels = np.random.default_rng(0).integers(0, 256, (60, 8, 8), dtype=np.uint8), np.arange(60) % 2
+    np.savez(tmp_path / "scans.npz", images=images, labels=labels)
+    settings = Settings(
+        epsilon=8.0, delta=1e-3, epochs=1, batch_size=20, noise="independent", seed=0, model=f"frozen:{vit}"
+    )
+    assert fit(load(tmp_path / "scans.npz"), settings, tmp_path / "run", console=Console(quiet=True))
+    with pytest.raises(dpkfc.PrivacyError, match="does not take inputs of shape"):
+        build(f"full:{vit}", "images", (1, 9, 9), 2, dpkfc.PinkNoise((1, 9, 9)))
+
+
+def test_what_does_not_go_together(bert: str) -> None:
+    with pytest.raises(dpkfc.PrivacyError, match="not for tabular data"):
+        build(f"lora:{bert}", "tabular", (4,), 2, dpkfc.Tabular(4))
+    with pytest.raises(dpkfc.PrivacyError, match="the texts are hashed words: load with tokenizer="):
+        build(f"lora:{bert}", "text", (64,), 2, dpkfc.Tabular(64))

@@ -27,6 +27,7 @@ FASHION = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt",
 CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 DIGITS = tuple(map(str, range(10)))
 Pair = tuple[TensorDataset, TensorDataset]
+Encode = Callable[[], texts.Encoding]  # made when texts are found
 NAMED: dict[str, tuple[tuple[str, ...], Callable[[Path | None], Pair]]] = {
     "digits": (DIGITS, lambda data_dir: digits()),
     "mnist": (DIGITS, lambda data_dir: idx_images("mnist", data_dir)),
@@ -65,6 +66,7 @@ def load(
     classes: tuple[str, ...] | None = None,
     test: float | str | Path = SHARE,
     features: int = texts.FEATURES,
+    tokenizer: str | None = None,
     limits: images.Limits | None = None,
     size: int = images.SIZE,
     grey: bool = False,
@@ -82,12 +84,17 @@ def load(
         test: the share of the records that is kept for the test, or where the test records are. A source with a test
             part of its own keeps that. 0 for none.
         features: that words are hashed into.
+        tokenizer: a pretrained model whose token ids texts become instead: see `models.backbone`.
         limits: the smallest and largest value of arrays that are not bytes.
         size, grey: what image files are brought to.
         indicators: features that say where a number is missing.
         data_dir: where the data sets known by name are; $DPKFC_DATA by default.
     """
     declared = None if classes is None else distinct(classes, "classes")
+
+    def encoding() -> texts.Encoding:
+        return texts.words(features) if tokenizer is None else texts.tokens(tokenizer)
+
     if limits is not None and not limits[0] < limits[1]:
         raise PrivacyError(f"range {limits[0]:g},{limits[1]:g}: give the smallest and the largest value, in that order")
 
@@ -98,11 +105,11 @@ def load(
                 return _named(str(place), data_dir)
             raise PrivacyError(f"there is no {path}: give a file, a folder, or one of {', '.join(NAMED)}")
         if path.is_dir():
-            return _folder(path, declared, features, size, grey)
+            return _folder(path, declared, encoding, size, grey)
         if path.suffix.lower() == ".npz":
             return images.read_npz(path, declared, limits)
         if path.suffix.lower() in TABLES:
-            return _table(path, target, text, schema or {}, declared, features, indicators)
+            return _table(path, target, text, schema or {}, declared, encoding, indicators)
         raise PrivacyError(f"{path}: {path.suffix or 'no ending'}: give a folder, or one of {', '.join(TABLES)}, .npz")
 
     share, elsewhere = _parse_test(test)
@@ -178,13 +185,13 @@ def _records(part: TensorDataset) -> Records:
     return Records(x.to(torch.float32), y, [b""] * len(y))  # split by its authors: no marks are needed
 
 
-def _folder(folder: Path, declared: tuple[str, ...] | None, features: int, size: int, grey: bool) -> Read:
+def _folder(folder: Path, declared: tuple[str, ...] | None, encoding: Encode, size: int, grey: bool) -> Read:
     if any(folder.glob("*train-images*idx3*")):
         return images.read_idx_folder(folder, declared)
     parts, are_texts = folders.class_folders(folder)
     names = folders.class_list(parts, declared, folder)
     if are_texts:
-        return texts.read_text_folders(parts, names, features)
+        return texts.read_text_folders(parts, names, encoding())
     return images.read_image_folders(parts, names, size, grey)
 
 
@@ -194,12 +201,12 @@ def _table(
     text: str | None,
     schema: tables.Schema,
     declared: tuple[str, ...] | None,
-    features: int,
+    encoding: Encode,
     indicators: bool,
 ) -> Read:
+    table = tables.read_table(path)
     if target is None:
-        header = tables.read_table(path).header
-        raise PrivacyError(f"{path}: which column is the class? Give --target; it has {', '.join(header)}")
+        raise PrivacyError(f"{path}: which column is the class? Give --target; it has {', '.join(table.header)}")
     if text is None and not schema:
         raise PrivacyError(
             f"{path}: ranges and categories must be declared, since the records must not tell: give --schema FILE "
@@ -207,5 +214,5 @@ def _table(
         )
     names = tables.target_classes(schema, target) if declared is None else declared
     if text is not None:
-        return tables.read_text_column(path, text, target, names, features)
-    return tables.read_tabular(path, target, schema, names, indicators)
+        return tables.read_text_column(table, text, target, names, encoding())
+    return tables.read_tabular(table, target, schema, names, indicators)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dpkfc.data.records import Read, Records, distinct, mark, numbered, some
-from dpkfc.data.texts import hashed, text_probe
+from dpkfc.data.texts import Encoding
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.probes.tabular import Tabular
 
@@ -99,8 +99,13 @@ def _parquet(path: Path) -> Table:
         columns = parquet.read_table(path).to_pydict()
     except Exception as problem:
         raise PrivacyError(f"{path} is not a readable Parquet file ({str(problem).splitlines()[0]})") from problem
+    return from_columns(columns, path)
+
+
+def from_columns(columns: Mapping[str, Sequence[Any]], where: Path) -> Table:
+    """Values of any kind as cells; an error will name `where` and the row."""
     rows = [[_as_text(value) for value in row] for row in zip(*columns.values(), strict=True)]
-    return Table(path, list(columns), rows, [f"{path}, row {place}" for place in range(1, len(rows) + 1)])
+    return Table(where, list(columns), rows, [f"{where}, row {place}" for place in range(1, len(rows) + 1)])
 
 
 def _as_text(value: Any) -> str:
@@ -153,9 +158,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def read_tabular(path: Path, target: str, schema: Schema, names: tuple[str, ...], indicators: bool) -> Read:
+def read_tabular(table: Table, target: str, schema: Schema, names: tuple[str, ...], indicators: bool) -> Read:
     """Features of all columns in the schema but the target, in its order."""
-    table = read_table(path)
     columns = {name: _column(values, f"schema, {name!r}") for name, values in schema.items() if name != target}
     if not columns:
         raise PrivacyError(f"the schema declares no column but the target {target!r}: add those to learn from")
@@ -220,12 +224,11 @@ def _marks(table: Table) -> list[bytes]:
     return [mark(*(cell.encode(errors="replace") for cell in row)) for row in table.rows]
 
 
-def read_text_column(path: Path, text: str, target: str, names: tuple[str, ...], features: int) -> Read:
-    """Hashed words of one column."""
-    table = read_table(path)
+def read_text_column(table: Table, text: str, target: str, names: tuple[str, ...], encoding: Encoding) -> Read:
+    """The texts of one column."""
     texts, labels = table.column(text, "the text"), table.column(target, "the target")
-    records = Records(hashed(texts, features), numbered(labels, names, table.lines), _marks(table))
-    return Read("text", names, records, None, text_probe(features))
+    records = Records(encoding.encode(texts), numbered(labels, names, table.lines), _marks(table))
+    return Read("text", names, records, None, encoding.probe)
 
 
 def suggest_schema(path: Path, target: str, text: str | None = None) -> tuple[dict[str, Any], list[str]]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -25,6 +26,19 @@ from dpkfc.geometry.probes.tabular import Tabular
 
 FEATURES = 2**12
 WORD = re.compile(r"\w+")
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How texts become inputs, each on its own, and probes that look like these."""
+
+    encode: Callable[[Sequence[str]], Tensor]
+    probe: Probe
+
+
+def words(features: int = FEATURES) -> Encoding:
+    """Hashed words."""
+    return Encoding(partial(hashed, features=features), text_probe(features))
 
 
 def hashed(texts: Sequence[str], features: int = FEATURES) -> Tensor:
@@ -46,6 +60,13 @@ def hashed(texts: Sequence[str], features: int = FEATURES) -> Tensor:
     return torch.from_numpy(rows)
 
 
+def tokens(path: str) -> Encoding:
+    """Token ids [N, T] of a pretrained model, whose tokenizer is a published file."""
+    from dpkfc.models.backbone import tokenizer
+
+    return Encoding(*tokenizer(path))
+
+
 @lru_cache(maxsize=2**18)
 def _place(word: str, features: int) -> tuple[int, int]:
     number = int.from_bytes(blake2b(word.encode(errors="replace"), digest_size=8, person=b"dpkfc text").digest(), "big")
@@ -57,18 +78,18 @@ def text_probe(features: int) -> Probe:
     return Tabular(features, std=features**-0.5)
 
 
-def read_text_folders(parts: dict[str, dict[str, list[Path]]], names: tuple[str, ...], features: int) -> Read:
+def read_text_folders(parts: dict[str, dict[str, list[Path]]], names: tuple[str, ...], encoding: Encoding) -> Read:
     """Files of each class, for "train" and perhaps "test": see `data.folders`."""
-    found = {part: _read_files(files, names, features) for part, files in parts.items()}
-    return Read("text", names, found["train"], found.get("test"), text_probe(features))
+    found = {part: _read_files(files, names, encoding) for part, files in parts.items()}
+    return Read("text", names, found["train"], found.get("test"), encoding.probe)
 
 
-def _read_files(classes: dict[str, list[Path]], names: tuple[str, ...], features: int) -> Records:
+def _read_files(classes: dict[str, list[Path]], names: tuple[str, ...], encoding: Encoding) -> Records:
     pairs = [(label, file) for label, files in classes.items() for file in files]
     contents = [file.read_bytes() for _, file in pairs]
     labels = [label for label, _ in pairs]
     return Records(
-        hashed([content.decode("utf-8", errors="replace") for content in contents], features),
+        encoding.encode([content.decode("utf-8", errors="replace") for content in contents]),
         numbered(labels, names, [str(file) for _, file in pairs]),
         [mark(label.encode(), content) for label, content in zip(labels, contents, strict=True)],
     )

@@ -78,26 +78,30 @@ class ImageEncoder(nn.Module):
 Encoder = TextEncoder | ImageEncoder
 
 
-def text_encoder(path: str) -> tuple[TextEncoder, Callable[[Sequence[str]], Tensor], Tokens]:
-    """The network, what turns texts into its token ids [N, TOKENS], and token noise for it."""
+def tokenizer(path: str) -> tuple[Callable[[Sequence[str]], Tensor], Tokens]:
+    """What turns texts into the token ids [N, T] that the model reads, and token noise of the same form."""
     transformers = _transformers()
-    backbone, config = _pretrained(path)
-    tokenizer = _found(path, lambda: transformers.AutoTokenizer.from_pretrained(path))
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.pad_token_id is None:
+    found = _found(path, lambda: transformers.AutoTokenizer.from_pretrained(path))
+    if found.pad_token_id is None:
+        found.pad_token = found.eos_token
+    if found.pad_token_id is None:
         raise PrivacyError(f"{path}: its tokenizer has no padding token: name one in tokenizer_config.json")
+    config = _found(path, lambda: transformers.AutoConfig.from_pretrained(path))
     length = min(TOKENS, getattr(config, "max_position_embeddings", TOKENS))
 
     def encode(texts: Sequence[str]) -> Tensor:
-        coded = tokenizer(list(texts), padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+        coded = found(list(texts), padding="max_length", truncation=True, max_length=length, return_tensors="pt")
         ids: Tensor = coded["input_ids"]
         return ids
 
-    noise = replace(Tokens.from_tokenizer(tokenizer, length), mask=None)
-    if noise.sep == noise.pad:
-        noise = replace(noise, sep=None)
-    return TextEncoder(backbone, tokenizer.pad_token_id, _width(path, config)), encode, noise
+    noise = replace(Tokens.from_tokenizer(found, length), mask=None)
+    return encode, replace(noise, sep=None) if noise.sep == noise.pad else noise
+
+
+def text_encoder(path: str, pad: int) -> TextEncoder:
+    """The network; `pad` is the token that it is to pass over."""
+    backbone, config = _pretrained(path)
+    return TextEncoder(backbone, pad, _width(path, config))
 
 
 def image_encoder(path: str) -> ImageEncoder:

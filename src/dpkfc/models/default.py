@@ -1,4 +1,4 @@
-"""The model for a source of data: one of a few that train well privately, or the user's own function."""
+"""The model for a source of data: one of a few that train well privately, a pretrained one, or the user's own."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from dpkfc.features import Scattering, standardised
 from dpkfc.geometry.probes.pink import PinkNoise
 from dpkfc.geometry.probes.probe import Probe
 from dpkfc.geometry.probes.through import Through
+from dpkfc.geometry.probes.tokens import Tokens
+from dpkfc.models import backbone
 from dpkfc.models.mlp import mlp
 
 NAMES = ("linear", "mlp", "cnn", "scattering")
@@ -73,8 +75,30 @@ def build(name: str, kind: Kind, shape: tuple[int, ...], classes: int, probe: Pr
         return Built(name, mlp([_size(shape), HIDDEN, classes]), None, probe)
     if name == "cnn":
         return Built(name, _checked(_cnn(shape, classes), name, shape, classes), None, probe)
+    if pretrained := backbone.parse(name):
+        return _pretrained(name, *pretrained, kind, shape, classes, probe)
     file, function = _own(name)
     return Built(name, _checked(_call(function, name, shape, classes), name, shape, classes), None, probe, _code(file))
+
+
+def _pretrained(
+    name: str, way: str, path: str, kind: Kind, shape: tuple[int, ...], classes: int, probe: Probe
+) -> Built:
+    if kind == "tabular":
+        raise PrivacyError(f"--model {name} is for images and texts, not for tabular data: choose linear or mlp")
+    if kind == "text" and not isinstance(probe, Tokens):
+        raise PrivacyError(
+            f"--model {name} reads token ids, but the texts are hashed words: load with tokenizer={path!r}"
+        )
+    encoder: backbone.Encoder = (
+        backbone.text_encoder(path, probe.pad or 0) if isinstance(probe, Tokens) else backbone.image_encoder(path)
+    )
+    whole = backbone.classifier(encoder, classes, way)
+    _checked(whole, name, shape, classes, torch.long if kind == "text" else torch.float32)
+    if way != "frozen":
+        return Built(name, whole, None, probe)
+    features = backbone.features(encoder)
+    return Built(name, _linear(encoder.width, classes), features, Through(probe, features))
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -108,7 +132,10 @@ def _cnn(shape: tuple[int, ...], classes: int) -> nn.Sequential:
 def _own(name: str) -> tuple[Path, Callable[..., Any]]:
     path, colon, function = name.rpartition(":")
     if not colon or not path.endswith(".py"):
-        raise PrivacyError(f"--model {name}: choose one of {', '.join(NAMES)}, or give FILE.py:function")
+        raise PrivacyError(
+            f"--model {name}: choose one of {', '.join(NAMES)}, or give frozen:PATH, lora:PATH or full:PATH of a "
+            "pretrained model, or FILE.py:function"
+        )
     file = Path(path)
     if not file.is_file():
         raise PrivacyError(f"--model {name}: there is no file {file}")
@@ -141,11 +168,13 @@ def _call(function: Callable[..., Any], name: str, shape: tuple[int, ...], class
     return model
 
 
-def _checked(model: nn.Module, name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
+def _checked(
+    model: nn.Module, name: str, shape: tuple[int, ...], classes: int, dtype: torch.dtype = torch.float32
+) -> nn.Module:
     training = model.training
     try:
         with torch.no_grad():
-            output = model.eval()(torch.zeros(2, *shape))
+            output = model.eval()(torch.zeros(2, *shape, dtype=dtype))
     except Exception as problem:
         first = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         raise PrivacyError(f"--model {name} does not take inputs of shape {shape}: {first}") from problem
