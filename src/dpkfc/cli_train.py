@@ -25,7 +25,7 @@ Source = Annotated[
     str,
     typer.Argument(
         help="A .csv, .tsv, .parquet or .npz file; a folder of idx files, or with a subfolder of images or .txt files "
-        "for each class; or digits, mnist, fashion-mnist, cifar-10.",
+        "for each class; a data set of Hugging Face, saved in a folder or as hf:NAME; or a known name: see dpkfc data.",
         show_default=False,
     ),
 ]

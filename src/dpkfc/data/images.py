@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -181,8 +182,13 @@ def _image(file: Path, size: int, grey: bool) -> Tensor:
         raise PrivacyError("reading image files needs Pillow: pip install 'dpkfc[data]'") from None
     try:
         with Image.open(file) as image:
-            pixels = np.array(image.convert("L" if grey else "RGB").resize((size, size), Image.Resampling.BILINEAR))
+            return as_tensor(image, size, grey)
     except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as problem:
         raise PrivacyError(f"{file} is not a readable image ({problem}): mend or remove it") from problem
+
+
+def as_tensor(image: Any, size: int, grey: bool) -> Tensor:
+    """An image of Pillow as [1, size, size] or [3, size, size] in [0, 1]."""
+    pixels = np.array(image.convert("L" if grey else "RGB").resize((size, size), 2))  # 2: bilinear
     values = torch.from_numpy(pixels).float().div_(255)
     return values.unsqueeze(0) if grey else values.permute(2, 0, 1).contiguous()

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import TensorDataset
 
-from dpkfc.data import folders, images, medmnist, tables, texts
+from dpkfc.data import folders, hugging_face, images, medmnist, tables, texts
 from dpkfc.data.cifar import cifar10
 from dpkfc.data.digits import digits
 from dpkfc.data.idx import idx_images
@@ -77,7 +77,8 @@ def load(
 
     Args:
         source: a .csv, .tsv or .parquet table; an .npz file of arrays; a folder of idx files, or with a subfolder of
-            images or .txt files for each class; or a name in `NAMED`.
+            images or .txt files for each class; a data set of Hugging Face, saved in a folder or as hf:NAME; or a name
+            in `NAMED`.
         target, text: columns of a table: the class, and the text if that is what to learn from.
         schema: ranges and categories of the columns, and the classes: see `data.tables`.
         classes: their names, if neither the schema nor the folders are to say.
@@ -100,6 +101,18 @@ def load(
 
     def read(place: str | Path) -> Read:
         path = Path(place)
+        if str(place).startswith(hugging_face.PREFIX) or hugging_face.is_saved(path):
+            return hugging_face.read_hugging_face(
+                str(place),
+                target=target,
+                text=text,
+                schema=schema or {},
+                declared=declared,
+                encoding=encoding,
+                size=size,
+                grey=grey,
+                indicators=indicators,
+            )
         if not path.exists():
             if str(place) in NAMED:
                 return _named(str(place), data_dir)
