@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test bench lint docs clean
 
 demo: $(VENV)/.demo  ## train a small private model on real digits
 	$(RUN) -m dpkfc demo
@@ -22,8 +22,12 @@ bench: $(VENV)/.bench  ## step time and memory beside ordinary training and Opac
 	$(RUN) -m benchmarks.growth --json benchmarks/results/growth.json --plot benchmarks/results/growth.png
 	$(RUN) -m benchmarks.noise
 
+docs: $(VENV)/.docs  ## the documentation as pages, in site/
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+	@echo "open site/index.html, or serve it with its search: $(RUN) -m http.server --directory site"
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) site
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +47,6 @@ $(VENV)/.test: $(VENV)/.torch pyproject.toml
 	$(INSTALL) --no-deps curvlinops-for-pytorch backpack-for-pytorch
 	touch $@
 
-$(VENV)/.lint $(VENV)/.bench: $(VENV)/.%: $(VENV)/.torch pyproject.toml
+$(VENV)/.lint $(VENV)/.bench $(VENV)/.docs: $(VENV)/.%: $(VENV)/.torch pyproject.toml
 	$(INSTALL) --editable '.[$*]'
 	touch $@
