@@ -15,7 +15,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import dpkfc
-from dpkfc import doctor, run_folder
+from dpkfc import doctor, run_folder, training
 from dpkfc.cli import app
 
 SCHEMA = '{"age": [0, 100], "sex": ["f", "m"], "ill": ["no", "yes"]}'
@@ -29,6 +29,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the commands run, with a table and its schema."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(dpkfc.Plan, "epsilon", EPSILON)  # the same few plans again and again
+    monkeypatch.setattr(training, "draw_pictures", lambda *arguments: None)
+    monkeypatch.delenv("DPKFC_DATA", raising=False)
     monkeypatch.chdir(tmp_path)
     rows = [f"{n},{n % 90},{'fm'[n % 2]},{('no', 'yes')[n % 90 > 45]},note {n % 7}" for n in range(60)]
     Path("people.csv").write_text("\n".join(["id,age,sex,ill,said", *rows]))
@@ -128,6 +130,13 @@ def test_ctrl_c_and_the_same_command_again(monkeypatch: pytest.MonkeyPatch) -> N
         (("train", "people.csv", "--target", "ill", "--schema", "schema.json", *QUICK, "--batch-size", 2), "size 2"),
         (("train", "people.csv", "--target", "ill", "--schema", "schema.json", *QUICK, "--range", "1"), "--range 1"),
         (("data", "people.csv", "--suggest-schema", "draft.json"), "needs --target"),
+        (("data", "people.csv", "other.csv"), "give one source, or write dpkfc data fetch NAME"),
+        (("data", "fetch"), "a name of mnist, fashion-mnist"),
+        (("data", "fetch", "mnist"), "where shall the data go?"),
+        (("data", "fetch", "letters", "--data-dir", "."), "'letters' cannot be fetched"),
+        (("train", "mnist", *QUICK, "--data-dir", "."), "Or fetch it: dpkfc data fetch mnist"),
+        (("train", "people.csv", *QUICK, "--device", "toaster"), "--device toaster cannot be used"),
+        (("train", "people.csv", *QUICK, "--lr", 1, "--rho", 1), "--lr and --rho"),
     ],
 )
 def test_an_error_is_one_line_and_spends_nothing(arguments: tuple[object, ...], message: str) -> None:
@@ -135,6 +144,22 @@ def test_an_error_is_one_line_and_spends_nothing(arguments: tuple[object, ...], 
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
     assert done.stderr.startswith("dpkfc: ") and message in done.stderr
     assert not Path("runs").exists()
+
+
+def test_data_sets_that_go_by_a_name_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    nowhere = run("data")
+    assert nowhere.exit_code == 0 and "set DPKFC_DATA" in nowhere.stdout and "dpkfc data fetch imdb" in nowhere.stdout
+    Path("pathmnist.npz").touch()
+    listed = run("data", "--data-dir", ".")
+    (line,) = (line for line in listed.stdout.splitlines() if " pathmnist " in line)
+    assert line.rstrip(" │|┃").endswith("there") and "dpkfc data fetch mnist" in listed.stdout
+
+
+def test_a_data_set_is_fetched_into_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, Path]] = []
+    monkeypatch.setattr("dpkfc.data.download.fetch", lambda name, place, console: asked.append((name, place)))
+    assert run("data", "fetch", "mnist", "--data-dir", "somewhere").exit_code == 0
+    assert asked == [("mnist", Path("somewhere"))]
 
 
 @pytest.mark.parametrize("command", ["train", "data", "doctor"])

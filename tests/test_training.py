@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 from torch.utils.data import TensorDataset
 
 import dpkfc
+from dpkfc import training
 from dpkfc.data.images import image_probe
 from dpkfc.data.sources import Loaded
 from dpkfc.models import default
-from dpkfc.training import Settings, correct, finish, fit, restore, stoppable
+from dpkfc.training import Settings, adjusted, base_recipe, correct, finish, fit, restore, stoppable
 
 MODEL = """
 from torch import nn
@@ -47,11 +48,13 @@ SETTINGS = Settings(epsilon=3.0, delta=1e-3, epochs=2, batch_size=20, noise="ind
 QUIET = Console(quiet=True)
 STEPS = 6
 EPSILON = cache(dpkfc.Plan.epsilon)
+DRAW = training.draw_pictures
 
 
 @pytest.fixture(autouse=True)
 def _remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dpkfc.Plan, "epsilon", EPSILON)  # the same few plans again and again
+    monkeypatch.setattr(training, "draw_pictures", lambda *arguments: None)
 
 
 def some_data(records: int = 60, shape: tuple[int, ...] = (4,), shift: float = 0.0) -> Loaded:
@@ -105,10 +108,14 @@ def test_a_stopped_and_a_killed_run_end_as_one_that_went_through(own: Settings, 
     assert steps[0] == steps[1] == steps[2] and [step for step, _ in steps[0]] == [3, 6]
 
 
-def test_what_a_finished_run_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_finished_run_leaves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "draw_pictures", DRAW)
     data, out = some_data(), tmp_path / "run"
     assert fit(data, SETTINGS, out, source={"path": "people.csv"}, console=QUIET)
-    names = {"config.json", "plan.json", "metrics.jsonl", "model.safetensors", "result.json", "geometry.png"}
+    names = {"config.json", "plan.json", "metrics.jsonl", "model.safetensors", "result.json"}
+    names |= {"geometry.png", "clipping.png"}
     assert {file.name for file in out.iterdir()} == names  # and no checkpoint, which is a secret
     keys = {key for line in (out / "metrics.jsonl").read_text().splitlines() for key in json.loads(line)}
     assert keys == {"step", "epsilon", "seconds"}  # no loss, no accuracy of training records
@@ -168,6 +175,33 @@ def test_other_models_and_methods(tmp_path: Path, settings: dict[str, object]) -
     assert result["lr"] == settings.get("lr", result["lr"])
 
 
+@pytest.mark.parametrize("change", [{"rho": 1.0}, {"clip": 4.0}, {"rho": 4.0, "clip": 0.5}])
+def test_the_noise_in_the_weights_is_what_was_asked_for(change: dict[str, float]) -> None:
+    """By the formula: the length of the noise is lr · clip · rmse · √(parameters / units), and 2 by default."""
+    built = default.build("linear", "tabular", (4,), 2, dpkfc.Tabular(4))
+    base = base_recipe(built, 60, SETTINGS)
+    found = adjusted(base, replace(SETTINGS, **change))  # type: ignore[arg-type]
+    rho, clip = change.get("rho", 2.0), change.get("clip", 1.0)
+    assert found.arguments["clip"] == clip and found.noise_length == rho
+    assert found.lr * clip / rho == pytest.approx(base.lr * 1.0 / 2.0)
+    assert adjusted(base, SETTINGS) == base
+    assert adjusted(base, replace(SETTINGS, lr=0.3)).lr == 0.3
+    changed = {row[0] for row, old in zip(found.reasons, base.reasons, strict=True) if row != old}
+    assert changed == {{"rho": "learning rate", "clip": "clip"}[name] for name in change}
+
+
+def test_a_model_without_pictures_is_still_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*arguments: object) -> None:
+        raise dpkfc.PrivacyError("no example has a finite gradient")
+
+    monkeypatch.setattr(training, "draw_pictures", refused)
+    assert fit(some_data(), SETTINGS, tmp_path, console=Console(width=200))
+    assert "no pictures of probes: no example has a finite gradient" in capsys.readouterr().out
+    assert (tmp_path / "result.json").exists() and not (tmp_path / "checkpoint").exists()
+
+
 def test_defaults_by_the_kind_of_data() -> None:
     assert default.default_model("tabular", (4,)) == default.default_model("text", (4096,)) == "linear"
     assert default.default_model("images", (1, 28, 28)) == "scattering"
@@ -200,12 +234,16 @@ def test_models_that_cannot_be(own: Settings, tmp_path: Path, model: str, messag
         ({"batch_size": 3}, "--batch-size 3"),
         ({"batch_size": 100}, "batch_size=100 exceeds the 60 records"),
         ({"lr": 0.0}, "--lr 0"),
+        ({"rho": -1.0}, "--rho -1"),
+        ({"clip": float("inf")}, "--clip inf"),
+        ({"rho": 1.0, "lr": 1.0}, "--lr and --rho"),
         ({"epsilon": -1.0}, "--epsilon -1"),
         ({"epochs": 0.0}, "--epochs 0"),
         ({"delta": 2.0}, "delta=2.0"),
         ({"method": "adam"}, "--method adam"),
         ({"noise": "pink"}, "--noise pink"),
         ({"device": "toaster"}, "--device toaster"),
+        ({"device": "meta"}, "--device meta"),
     ],
 )
 def test_settings_that_cannot_be(tmp_path: Path, change: dict[str, object], message: str) -> None:

@@ -151,11 +151,28 @@ def report(
 
 EXPERIMENTS = {  # the names of the paper's tables and figures, or of what is compared
     "table1": "optimizers",
+    "table2": "transfer",
     "table6": "optimizers",
+    "table7": "sensitivity",
+    "fig1": "layer_snr",
+    "fig2": "spectra",
+    "fig3": "alignment",
+    "fig6": "spectra",
+    "fig7": "density",
+    "fig8": "alignment",
+    "fig9": "alignment",
+    "fig10": "sensitivity",
+    "fig11": "sensitivity",
+    "falsify": "falsify",
+    "probe-spectrum": "probe_spectrum",
+    "non-stationary": "non_stationary",
     "geometry": "geometry",
     "correlated": "correlated",
     "bsr-error": "bsr_error",
     "rescaling": "rescaling",
+    "preset": "preset",
+    "noise-length": "noise_length",
+    "clip-and-rate": "clip_and_rate",
 }
 
 

@@ -42,8 +42,36 @@ Grey = Annotated[bool, typer.Option("--grey", help="Read image files in shades o
 TextFeatures = Annotated[int, typer.Option(help="Features that words are hashed into.")]
 Indicators = Annotated[bool, typer.Option("--indicators", help="Features that say where a number is missing.")]
 DataDir = Annotated[
-    Path | None, typer.Option(help="Where mnist, fashion-mnist and cifar-10 are.", show_default="$DPKFC_DATA")
+    Path | None, typer.Option(help="Where the data sets are that go by a name.", show_default="$DPKFC_DATA")
 ]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="linear, mlp, cnn, scattering; frozen:PATH, lora:PATH or full:PATH for a pretrained model of "
+        "transformers (timm/NAME of timm); or FILE.py:function, called with (shape, classes).",
+        show_default="scattering or cnn for images, else linear",
+    ),
+]
+Delta = Annotated[
+    float | None,
+    typer.Option(help="The probability with which epsilon may fail.", show_default="a tenth of 1 / records"),
+]
+BatchSize = Annotated[
+    int | None, typer.Option(help="Records a step is expected to draw.", show_default="what makes 800 steps")
+]
+Method = Annotated[Literal["kfc", "sgd"], typer.Option(help="DP-KFC, or plain DP-SGD.")]
+NoiseKind = Annotated[
+    Literal["auto", "independent"], typer.Option(help="auto: correlated noise where it leaves less in the weights.")
+]
+PhysicalBatchSize = Annotated[int, typer.Option(help="Records in memory at once.")]
+LedgerFile = Annotated[Path | None, typer.Option("--ledger", help="Charge every step here, before its result is seen.")]
+DatasetName = Annotated[
+    str | None,
+    typer.Option("--dataset", help="The name of these people's data in the ledger.", show_default="SOURCE's name"),
+]
+Out = Annotated[Path | None, typer.Option(help="The folder of the run.", show_default="runs/SOURCE's name")]
+Seed = Annotated[int | None, typer.Option(help="For experiments only: by default noise is secret.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 
 
 def register(app: typer.Typer) -> None:
@@ -66,35 +94,25 @@ def train(
     text_features: TextFeatures = 4096,
     indicators: Indicators = False,
     data_dir: DataDir = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="linear, mlp, cnn, scattering; frozen:PATH, lora:PATH or full:PATH for a pretrained model of "
-            "transformers (timm/NAME of timm); or FILE.py:function, called with (shape, classes).",
-            show_default="scattering or cnn for images, else linear",
-        ),
-    ] = None,
-    delta: Annotated[
-        float | None,
-        typer.Option(help="The probability with which epsilon may fail.", show_default="a tenth of 1 / records"),
-    ] = None,
+    model: Model = None,
+    delta: Delta = None,
     epochs: Annotated[float | None, typer.Option(help="Expected passes over the data.", show_default="15")] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Records a step is expected to draw.", show_default="what makes 800 steps")
-    ] = None,
+    batch_size: BatchSize = None,
     lr: Annotated[float | None, typer.Option(help="The learning rate.", show_default="by the noise")] = None,
-    method: Annotated[Literal["kfc", "sgd"], typer.Option(help="DP-KFC, or plain DP-SGD.")] = "kfc",
-    noise: Annotated[
-        Literal["auto", "independent"], typer.Option(help="auto: correlated noise where it leaves less in the weights.")
-    ] = "auto",
-    physical_batch_size: Annotated[int, typer.Option(help="Records in memory at once.")] = 512,
-    ledger: Annotated[Path | None, typer.Option(help="Charge every step here, before its result is seen.")] = None,
-    dataset: Annotated[
-        str | None, typer.Option(help="The name of these people's data in the ledger.", show_default="SOURCE's name")
+    rho: Annotated[
+        float | None, typer.Option(help="The noise length that the learning rate is chosen by.", show_default="2")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The folder of the run.", show_default="runs/SOURCE's name")] = None,
-    seed: Annotated[int | None, typer.Option(help="For experiments only: by default noise is secret.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    clip: Annotated[
+        float | None, typer.Option(help="The norm to which mapped gradients are clipped.", show_default="1")
+    ] = None,
+    method: Method = "kfc",
+    noise: NoiseKind = "auto",
+    physical_batch_size: PhysicalBatchSize = 512,
+    ledger: LedgerFile = None,
+    dataset: DatasetName = None,
+    out: Out = None,
+    seed: Seed = None,
+    device: Device = "cpu",
 ) -> None:
     """Train a model privately on your own data.
 
@@ -114,14 +132,11 @@ def train(
     [cyan]dpkfc train reviews.csv --text review --target stars --classes 5 --model lora:models/minilm --epsilon 3[/cyan]
     """
     from dpkfc import training
-    from dpkfc.models import backbone
 
-    console = Console()
-    name = Path(source).name.split(".")[0] or "data"
-    options = _options(target, text, schema, classes, test, limits, size, grey, text_features, indicators, data_dir)
-    if pretrained := backbone.parse(model or ""):
-        options["tokenizer"] = pretrained[1]
-    loaded = _load(source, options, console)
+    console, name = Console(), name_of(source)
+    options = options_of(
+        target, text, schema, classes, test, limits, size, grey, text_features, indicators, data_dir, model
+    )
     settings = training.Settings(
         epsilon=epsilon,
         delta=delta,
@@ -129,6 +144,8 @@ def train(
         epochs=epochs,
         batch_size=batch_size,
         lr=lr,
+        rho=rho,
+        clip=clip,
         method=method,
         noise=noise,
         physical_batch_size=physical_batch_size,
@@ -137,20 +154,22 @@ def train(
         seed=seed,
         device=device,
     )
+    training.check(settings)
     out = out or Path("runs") / name
-    for remark in loaded.remarks:
-        console.print(Text(f"- {remark}"), soft_wrap=True)
-    if seed is not None:
-        console.print(Text("- with a seed whoever knows it can take the noise away: for experiments only"))
-    written = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
-    if not training.fit(loaded, settings, out, source={"path": source, **written}, console=console):
+    loaded = load_source(source, options, console)
+    show_remarks(loaded, seed, console)
+    if not training.fit(loaded, settings, out, source=written(source, options), console=console):
         console.print(Text(f"stopped; everything is in {out}. The same command goes on from here."), soft_wrap=True)
         raise typer.Exit(130)
     training.finish(out, console)
 
 
 def data(
-    source: Source,
+    source: Annotated[
+        str | None,
+        typer.Argument(help="As in dpkfc train; or fetch, to download the data set NAME.", show_default="list names"),
+    ] = None,
+    name: Annotated[str | None, typer.Argument(help="With fetch: the data set.", show_default=False)] = None,
     target: Target = None,
     text: TextColumn = None,
     schema: SchemaFile = None,
@@ -166,7 +185,9 @@ def data(
         Path | None, typer.Option(help="Write a draft of the schema of a table here, for a person to check.")
     ] = None,
 ) -> None:
-    """Describe a source of data, and say what of it is taken as public.
+    """Describe a source of data, and say what of it is taken as public; or fetch a public data set.
+
+    Without a source, the data sets that go by a name are listed, and whether they are there.
 
     [bold]Examples[/bold]
 
@@ -177,10 +198,16 @@ def data(
     [cyan]dpkfc data people.csv --target ill --schema schema.json[/cyan]
 
     [cyan]dpkfc data photos/[/cyan]
+
+    [cyan]dpkfc data fetch fashion-mnist --data-dir DATA[/cyan]
     """
     from dpkfc.data.sources import TABLES
 
     console = Console()
+    if source is None:
+        return _list_known(data_dir, console)
+    if name is not None or (source == "fetch" and not Path(source).exists()):
+        return _fetch(source, name, data_dir, console)
     is_table = Path(source).suffix.lower() in TABLES and Path(source).is_file()
     if suggest_schema is not None:
         if not is_table or target is None:
@@ -188,8 +215,8 @@ def data(
         return _suggest(Path(source), target, text, suggest_schema, console)
     if is_table and schema is None and text is None:
         return _columns(Path(source), console)
-    options = _options(target, text, schema, classes, test, limits, size, grey, text_features, indicators, data_dir)
-    _describe(source, _load(source, options, console), console)
+    options = options_of(target, text, schema, classes, test, limits, size, grey, text_features, indicators, data_dir)
+    _describe(source, load_source(source, options, console), console)
 
 
 def doctor() -> None:
@@ -205,7 +232,60 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
-def _options(
+def _list_known(data_dir: Path | None, console: Console) -> None:
+    from dpkfc.data.download import KNOWN, is_present
+
+    place = _place(data_dir)
+    where = "no data directory is named: give --data-dir, or set DPKFC_DATA" if place is None else f"in {place}"
+    table = Table("name", "what", "megabytes", "", title=Text(f"Data sets ({where})"), title_justify="left")
+    table.add_row("digits", "1,797 written digits, 8 x 8", "", "comes with scikit-learn")
+    for name, known in KNOWN.items():
+        there = place is not None and is_present(name, place)
+        table.add_row(name, known.what, str(known.megabytes), "there" if there else f"dpkfc data fetch {name}")
+    console.print(table)
+
+
+def _fetch(word: str, name: str | None, data_dir: Path | None, console: Console) -> None:
+    from dpkfc.data.download import KNOWN, fetch
+
+    place = _place(data_dir)
+    if word != "fetch" or name is None:
+        raise PrivacyError(f"give one source, or write dpkfc data fetch NAME, with a name of {', '.join(KNOWN)}")
+    if place is None:
+        raise PrivacyError("where shall the data go? Give --data-dir DIR, or set DPKFC_DATA")
+    fetch(name, place, console)
+
+
+def _place(data_dir: Path | None) -> Path | None:
+    from dpkfc.data.directory import data_directory
+
+    try:
+        return data_directory(data_dir)
+    except FileNotFoundError:
+        return None
+
+
+def name_of(source: str) -> str:
+    """What the run of a source is called, if it is not said."""
+    return Path(source).name.split(".")[0] or "data"
+
+
+def written(source: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The source as config.json has it."""
+    return {
+        "path": source,
+        **{name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
+    }
+
+
+def show_remarks(loaded: Loaded, seed: int | None, console: Console) -> None:
+    for remark in loaded.remarks:
+        console.print(Text(f"- {remark}"), soft_wrap=True)
+    if seed is not None:
+        console.print(Text("- with a seed whoever knows it can take the noise away: for experiments only"))
+
+
+def options_of(
     target: str | None,
     text: str | None,
     schema: Path | None,
@@ -217,10 +297,13 @@ def _options(
     features: int,
     indicators: bool,
     data_dir: Path | None,
+    model: str | None = None,
 ) -> dict[str, Any]:
     """The arguments of `sources.load`."""
     from dpkfc.data.tables import read_schema
+    from dpkfc.models import backbone
 
+    pretrained = backbone.parse(model or "")
     return {
         "target": target,
         "text": text,
@@ -233,14 +316,21 @@ def _options(
         "features": features,
         "indicators": indicators,
         "data_dir": data_dir,
+        **({"tokenizer": pretrained[1]} if pretrained else {}),
     }
 
 
-def _load(source: str, options: dict[str, Any], console: Console) -> Loaded:
+def load_source(source: str, options: dict[str, Any], console: Console) -> Loaded:
+    from dpkfc.data.download import KNOWN
     from dpkfc.data.sources import load
 
-    with console.status("reading the data"):
-        return load(source, **options)
+    try:
+        with console.status("reading the data"):
+            return load(source, **options)
+    except PrivacyError as problem:
+        if source in KNOWN and isinstance(problem.__cause__, FileNotFoundError):
+            raise PrivacyError(f"{problem}. Or fetch it: dpkfc data fetch {source} --data-dir DIR") from problem
+        raise
 
 
 def _classes(given: str) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from dpkfc.errors import PrivacyError
 from dpkfc.geometry.kfc import KFC
 from dpkfc.noise.rng import add_normal_, first_key
 from dpkfc.private import make_private
+from dpkfc.training import devices
 
 REQUIRED = ("torch", "numpy", "scipy", "dp-accounting", "cryptography", "safetensors", "typer", "rich")
 OPTIONAL = {
@@ -91,7 +92,7 @@ def _version(name: str) -> str | None:
 def _threads() -> Finding:
     used, cores = torch.get_num_threads(), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     cores = cores or os.cpu_count() or 1
-    text = f"{used} of {cores} cores; devices: cpu" + (", cuda" if torch.cuda.is_available() else "")
+    text = f"{used} of {cores} cores; devices: {', '.join(devices())}"
     if used > cores:
         return Finding("threads", "note", f"{text}. More threads than cores slow each other: OMP_NUM_THREADS={cores}")
     return Finding("threads", "ok", text)

@@ -27,7 +27,7 @@ def resumes(out: Path, config: dict[str, Any]) -> bool:
     except ValueError as problem:
         raise PrivacyError(f"{out}/config.json is damaged ({problem}): choose another --out") from problem
     config = json.loads(json.dumps(config))
-    changed = [key for key in config if key != "settings" and found.get(key) != config[key]]
+    changed = [key for key in {**found, **config} if key != "settings" and found.get(key) != config.get(key)]
     settings = found.get("settings", {})
     changed += [key for key, value in config["settings"].items() if settings.get(key) != value]
     if changed:

@@ -5,7 +5,7 @@ plan.json          the privacy plan
 metrics.jsonl      steps and epsilon spent, once an epoch: nothing that depends on the records but time
 checkpoint/        while the run is under way. Secret: it holds the keys of the noise. Removed at the end
 model.safetensors  the averaged weights, which epsilon covers
-geometry.png       the maps of DP-KFC, layer by layer
+geometry.png       the maps of DP-KFC, layer by layer; snr.png, clipping.png: what a step does to probes
 result.json        what `finish` shows, test accuracy included, which epsilon does not cover
 report.html        all of it to read; `dpkfc report` writes it again
 """
@@ -15,9 +15,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -38,9 +36,10 @@ from dpkfc.geometry.identity import Identity
 from dpkfc.geometry.kfc import KFC
 from dpkfc.models.default import Built, build, default_model
 from dpkfc.noise.independent import Independent
+from dpkfc.plan import Plan
 from dpkfc.presets import EPOCHS, STEPS, Recipe, recipe
 from dpkfc.private import make_private
-from dpkfc.report.run_report import write_report
+from dpkfc.report.run_report import draw_pictures, result_table, write_report
 from dpkfc.run import Private
 from dpkfc.run_folder import Fingerprint, keep_metrics, resumes, stoppable, write_json, write_whole
 
@@ -60,6 +59,8 @@ class Settings:
     epochs: float | None = None
     batch_size: int | None = None
     lr: float | None = None
+    rho: float | None = None  # the length of the noise that the learning rate is chosen by
+    clip: float | None = None
     method: Literal["kfc", "sgd"] = "kfc"
     noise: Literal["auto", "independent"] = "auto"
     physical_batch_size: int = 512
@@ -88,7 +89,7 @@ def fit(
     The same call goes on where the last one stopped, bit for bit as if it had not.
     """
     console = console or Console()
-    _check(settings)
+    check(settings)
     name = settings.model or default_model(loaded.kind, loaded.shape)
     if settings.seed is not None:
         torch.manual_seed(settings.seed)
@@ -122,7 +123,10 @@ def fit(
             for name in ("config.json", "plan.json", "metrics.jsonl"):
                 (out / name).unlink(missing_ok=True)
         raise
-    _release(loaded, built, settings, run, out, console)
+    done = Trained(run.averaged.module, run.private.plan, run.recipe, run.private.epsilon(), run.private.steps)
+    release(loaded, built, settings, done, out, console)
+    shutil.rmtree(out / "checkpoint", ignore_errors=True)
+    run.private.detach()
     return True
 
 
@@ -134,10 +138,25 @@ class Run:
     data: Fingerprint
 
 
-def _check(settings: Settings) -> None:
-    for what, value in (("lr", settings.lr), ("epochs", settings.epochs), ("epsilon", settings.epsilon)):
+@dataclass(frozen=True)
+class Trained:
+    """What is released: the model with the weights that epsilon covers, and how it came about."""
+
+    model: nn.Module
+    plan: Plan
+    recipe: Recipe
+    epsilon: float
+    steps: int
+
+
+def check(settings: Settings) -> None:
+    """Refuse what cannot be, before anything is loaded or spent."""
+    for what in ("lr", "rho", "clip", "epochs", "epsilon"):
+        value = getattr(settings, what)
         if value is not None and not 0 < value < float("inf"):
             raise PrivacyError(f"--{what} {value:g}: must be a positive number")
+    if settings.lr is not None and settings.rho is not None:
+        raise PrivacyError("--lr and --rho both say how large steps are: give one of them")
     if settings.batch_size is not None and settings.batch_size < FEWEST:
         raise PrivacyError(
             f"--batch-size {settings.batch_size}: noise drowns a batch with so few records: expect at least {FEWEST}"
@@ -147,64 +166,108 @@ def _check(settings: Settings) -> None:
     if settings.noise not in ("auto", "independent"):
         raise PrivacyError(f"--noise {settings.noise}: choose auto or independent")
     try:
-        torch.zeros(1, device=settings.device)
-    except (RuntimeError, AssertionError) as problem:
-        first = str(problem).splitlines()[0]
-        raise PrivacyError(f"--device {settings.device} cannot be used ({first}): use cpu") from problem
+        torch.zeros(1, device=settings.device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as problem:
+        first, there = str(problem).splitlines()[0], ", ".join(devices())
+        raise PrivacyError(f"--device {settings.device} cannot be used ({first}): choose from {there}") from problem
+
+
+def devices() -> list[str]:
+    """What is there to compute on."""
+    found = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+    return [*found, "mps"] if torch.backends.mps.is_available() else found
 
 
 def _start(loaded: Loaded, built: Built, settings: Settings, console: Console) -> Run:
     """All that can be refused is refused here, before anything is spent."""
-    records = len(loaded.train)
+    model = built.model.to(settings.device).train()
+    with console.status("calibrating the noise"):
+        found = adjusted(base_recipe(built, len(loaded.train), settings), settings)
+    data = on_device(inputs_of(loaded.train, built, console, "training records"), settings.device)
+    private, averaged = joined(model, found, data, settings, settings.seed, ledger_of(settings))
+    return Run(private, averaged, found, Fingerprint.of(loaded.train))
+
+
+def base_recipe(built: Built, records: int, settings: Settings) -> Recipe:
+    """The recipe, but for what `adjusted` changes of it. It looks at no record."""
     if records < FEWEST:
         raise PrivacyError(
             f"there are {records} training records: at least {FEWEST} are needed, thousands to learn much"
         )
-    model = built.model.to(settings.device).train()
-    batch = settings.batch_size
-    if batch is None:
-        batch = min(records, max(USUAL, round((settings.epochs or EPOCHS) * records / STEPS)))
-    with console.status("calibrating the noise"):
-        found = recipe(
-            model,
-            records=records,
-            epsilon=settings.epsilon,
-            delta=settings.delta,
-            epochs=settings.epochs,
-            batch_size=batch,
-            probe=built.probe if settings.method == "kfc" else None,
-            geometry=None if settings.method == "kfc" else Identity(),
-            noise="auto" if settings.noise == "auto" else Independent(),
-        )
-    if settings.lr is not None:
-        given = ("learning rate", f"{settings.lr:g}", "given")
-        reasons = tuple(given if row[0] == "learning rate" else row for row in found.reasons)
-        found = replace(found, lr=settings.lr, reasons=reasons)
+    found = recipe(
+        built.model,
+        records=records,
+        epsilon=settings.epsilon,
+        delta=settings.delta,
+        epochs=settings.epochs,
+        batch_size=batch_size(records, settings),
+        probe=built.probe if settings.method == "kfc" else None,
+        geometry=None if settings.method == "kfc" else Identity(),
+        noise="auto" if settings.noise == "auto" else Independent(),
+    )
     geometry = found.arguments["geometry"]
     if isinstance(geometry, KFC) and (built.name == "linear" or built.features is not None):
         geometry.every = found.arguments["steps"]  # the inputs of a linear model never change
-    train = _inputs(loaded.train, built, console, "training records")
+    reasons = [(what, geometry.name if what == "geometry" else value, why) for what, value, why in found.reasons]
+    return replace(found, reasons=tuple(reasons))
+
+
+def batch_size(records: int, settings: Settings) -> int:
+    return settings.batch_size or min(records, max(USUAL, round((settings.epochs or EPOCHS) * records / STEPS)))
+
+
+def adjusted(found: Recipe, settings: Settings) -> Recipe:
+    """With the clip, and the learning rate or the noise length, that were asked for.
+
+    The noise in the weights is proportional to lr · clip, and the recipe's noise length to that.
+    """
+    clip, rho = settings.clip or found.arguments["clip"], settings.rho or found.noise_length
+    lr = settings.lr or found.lr * rho / found.noise_length * found.arguments["clip"] / clip
+    reasons = {row[0]: row for row in found.reasons}
+    if settings.clip is not None:
+        reasons["clip"] = ("clip", f"{clip:.3g}", "given")
+    if settings.rho is not None:
+        reasons["learning rate"] = ("learning rate", f"{lr:.3g}", f"noise of length {rho:.3g} in each unit's weights")
+    if settings.lr is not None:
+        reasons["learning rate"] = ("learning rate", f"{lr:.3g}", "given")
+    arguments = {**found.arguments, "clip": clip}
+    return replace(found, arguments=arguments, lr=lr, noise_length=rho, reasons=tuple(reasons.values()))
+
+
+def joined(
+    model: nn.Module, found: Recipe, data: TensorDataset, settings: Settings, seed: int | None, ledger: Ledger | None
+) -> tuple[Private, AveragedModel]:
     averaged = found.averaged(model)
     private = make_private(
         model,
         found.optimizer(model),
-        TensorDataset(*(tensor.to(settings.device) for tensor in train.tensors)),
+        data,
         **found.arguments,
-        seed=settings.seed,
-        ledger=_ledger(settings),
+        seed=seed,
+        ledger=ledger,
         loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
         max_physical_batch_size=settings.physical_batch_size,
     )
-    return Run(private, averaged, found, Fingerprint.of(loaded.train))
+    return private, averaged
 
 
-def _ledger(settings: Settings) -> Ledger | None:
-    if settings.ledger is None:
-        return None
-    return Ledger(settings.ledger, settings.dataset or "data")
+def steps_of(private: Private, averaged: AveragedModel) -> Iterator[int]:
+    """Take the steps that are left, one each time; yields how many were taken."""
+    model, optimizer = private.model, private.optimizer
+    for x, y in private.loader if private.charged < private.plan.steps else ():
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if private.took_step:
+            averaged.update_parameters(model)
+            yield private.steps
 
 
-def _inputs(data: TensorDataset, built: Built, console: Console, what: str) -> TensorDataset:
+def ledger_of(settings: Settings) -> Ledger | None:
+    return None if settings.ledger is None else Ledger(settings.ledger, settings.dataset or "data")
+
+
+def inputs_of(data: TensorDataset, built: Built, console: Console, what: str) -> TensorDataset:
     """What the model reads: the inputs, or the features of each."""
     x, y = data.tensors
     if built.features is None:
@@ -213,6 +276,10 @@ def _inputs(data: TensorDataset, built: Built, console: Console, what: str) -> T
     with bar(console) as progress:
         found = [built.features(part) for part in progress.track(parts, description=f"features of {what}")]
     return TensorDataset(torch.cat(found), y)
+
+
+def on_device(data: TensorDataset, device: str) -> TensorDataset:
+    return TensorDataset(*(tensor.to(device) for tensor in data.tensors))
 
 
 def bar(console: Console) -> Progress:
@@ -230,30 +297,23 @@ def _begin(out: Path, config: dict[str, Any], run: Run) -> None:
 
 def _loop(run: Run, out: Path, console: Console, on_step: Callable[[int], None]) -> bool:
     """The steps that are left; False if it was asked to stop."""
-    private, averaged, model = run.private, run.averaged, run.private.model
-    optimizer, plan = private.optimizer, private.plan
+    private, plan = run.private, run.private.plan
     per_epoch = max(1, round(1 / plan.sampling_rate))
     epochs, begun = private.steps // per_epoch, time.monotonic()
     saved = begun
     with stoppable() as stopping, bar(console) as progress:
         task = progress.add_task("training", total=plan.steps, completed=private.charged)
-        for x, y in private.loader if private.charged < plan.steps else ():
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if not private.took_step:
-                continue
-            averaged.update_parameters(model)
+        for step in steps_of(private, run.averaged):
             progress.update(task, completed=private.charged)
-            on_step(private.steps)
+            on_step(step)
             now = time.monotonic()
-            if private.steps // per_epoch > epochs:
-                epochs = private.steps // per_epoch
-                line = {"step": private.steps, "epsilon": private.epsilon(), "seconds": round(now - begun, 3)}
+            if step // per_epoch > epochs:
+                epochs = step // per_epoch
+                line = {"step": step, "epsilon": private.epsilon(), "seconds": round(now - begun, 3)}
                 with (out / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps(line) + "\n")
             if stopping() or now - saved > SAVE_EVERY:
-                private.save(out / "checkpoint", averaged=averaged, data=run.data)
+                private.save(out / "checkpoint", averaged=run.averaged, data=run.data)
                 saved = now
             if stopping():
                 return False
@@ -261,40 +321,50 @@ def _loop(run: Run, out: Path, console: Console, on_step: Callable[[int], None])
     return True
 
 
-def _release(loaded: Loaded, built: Built, settings: Settings, run: Run, out: Path, console: Console) -> None:
-    """The averaged weights, and accuracy on the test part; then the checkpoint is no longer needed."""
-    private, model = run.private, run.averaged.module
+def release(
+    loaded: Loaded,
+    built: Built,
+    settings: Settings,
+    done: Trained,
+    out: Path,
+    console: Console,
+    selection: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the weights, what the run came to, with accuracy on the test part, and the pictures of the report."""
+    model, plan = done.model, done.plan
     write_whole(out / "model.safetensors", lambda file: save_model(model, str(file)))
-    right = None
+    test = None
     if loaded.test is not None:
-        test = _inputs(loaded.test, built, console, "test records")
-        right = correct(model, test, settings.device, settings.physical_batch_size)
-    if isinstance(private.geometry, KFC) and find_spec("matplotlib"):
-        private.geometry.describe().plot(out / "geometry.png")
-    plan = private.plan
+        data = inputs_of(loaded.test, built, console, "test records")
+        right = correct(model, data, settings.device, settings.physical_batch_size)
+        test = {"accuracy": right / len(data), "records": len(data), "note": TEST_NOTE}
     write_json(
         out / "result.json",
         {
-            "epsilon": private.epsilon(),
+            "epsilon": done.epsilon,
             "delta": plan.delta,
-            "steps": private.steps,
+            "steps": done.steps,
             "records": plan.records,
             "batch_size": plan.batch_size,
             "noise_multiplier": plan.noise_multiplier,
             "noise": plan.noise,
             "geometry": plan.geometry,
-            "lr": run.recipe.lr,
+            "lr": done.recipe.lr,
             "model": built.name,
             "parameters": sum(p.numel() for p in model.parameters()),
-            "recipe": [list(row) for row in run.recipe.reasons],
+            "recipe": [list(row) for row in done.recipe.reasons],
             "remarks": list(loaded.remarks),
-            "test": None
-            if right is None or loaded.test is None
-            else {"accuracy": right / len(loaded.test), "records": len(loaded.test), "note": TEST_NOTE},
+            "selection": None if selection is None else dict(selection),
+            "test": test,
         },
     )
-    shutil.rmtree(out / "checkpoint", ignore_errors=True)
-    private.detach()
+    try:
+        with console.status("drawing the pictures of the report"):
+            draw_pictures(out, model, done.recipe.arguments["geometry"], built.probe, plan)
+    except (
+        PrivacyError
+    ) as problem:  # of a model that has diverged, say: the run is paid for, and this is only a picture
+        console.print(f"the report has no pictures of probes: {problem}", markup=False, soft_wrap=True)
 
 
 @torch.no_grad()
@@ -306,22 +376,8 @@ def correct(model: nn.Module, data: TensorDataset, device: str, batch: int) -> i
 
 
 def finish(run_directory: Path, console: Console | None = None) -> None:
-    """Show what a finished run came to."""
-    found = json.loads((run_directory / "result.json").read_text())
-    table = Table(title=str(run_directory), title_justify="left", show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    table.add_row("epsilon spent", f"{found['epsilon']:.4g} at delta = {found['delta']:.3g}, add or remove one record")
-    table.add_row("model", f"{found['model']}, {found['parameters']:,} parameters, {found['geometry']}")
-    table.add_row("steps", f"{found['steps']:,} of {found['batch_size']:,} expected records of {found['records']:,}")
-    table.add_row("noise", f"{found['noise']}, multiplier {found['noise_multiplier']:.4g}")
-    table.add_row("learning rate", f"{found['lr']:.3g}")
-    test = found["test"]
-    if test is not None:
-        table.add_row("test accuracy", f"{test['accuracy']:.2%} of {test['records']:,} records ({test['note']})")
-    table.add_row("weights", str(run_directory / "model.safetensors"))
-    table.add_row("report", str(write_report(run_directory)))
-    (console or Console()).print(table)
+    """Write the report of a finished run, and show what it came to."""
+    (console or Console()).print(result_table(run_directory, write_report(run_directory)))
 
 
 def restore(run_directory: Path, loaded: Loaded) -> nn.Module:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+import dpkfc
 from dpkfc.experiments import clip_and_rate as experiment
 from dpkfc.experiments.clip_and_rate import Finding, Run, find, level_set, train, verdict
 from dpkfc.experiments.on_digits import Result
@@ -118,6 +120,26 @@ def test_from_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     out.write_text("\n".join(lines[:6]) + "\n")
     experiment.main(["--out", str(out)])
     assert len(trained) == 10 and sorted(out.read_text().splitlines()) == sorted(lines), "only what is missing is run"
+
+
+def test_reproduced_into_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[Run] = []
+
+    def untrained(run: Run) -> Result:
+        trained.append(run)
+        return result(0.1)
+
+    monkeypatch.setattr(experiment, "train", untrained)
+    monkeypatch.setattr(experiment, "plot", lambda findings, file: file.touch())
+    experiment.run(tmp_path, True, Console(quiet=True))
+    text = (tmp_path / "quick.md").read_text()
+    assert len(trained) == 18 and {run.steps for run in trained} == {20} and "20 steps of 96" in text
+    assert "**Quick:**" in text and "claim" not in text, "no verdict on a few cells"
+    experiment.run(tmp_path, False, Console(quiet=True))
+    assert len(trained) == 18 + 2 * 2 * 8 * 12 and "100 steps of 96" in (tmp_path / "clip-and-rate.md").read_text()
+    (tmp_path / "quick.jsonl").write_text("{")
+    with pytest.raises(dpkfc.PrivacyError, match="cut off"):
+        experiment.run(tmp_path, True, Console(quiet=True))
 
 
 def test_wrong_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
+import pytest
 from rich.console import Console
 
-from dpkfc.experiments.demo import METHODS, run_demo
+import dpkfc
+from dpkfc.experiments import demo
+from dpkfc.experiments.demo import METHODS, Outcome, run_demo
 
 
 def test_both_methods_are_shown_at_the_same_budget() -> None:
@@ -23,3 +27,25 @@ def test_both_methods_are_shown_at_the_same_budget() -> None:
     for row in outcomes:
         assert f"{row.accuracy:.1%}" in shown
         assert row.accuracy > 0.3, "after six epochs either method knows more than chance (0.1)"
+
+
+def test_over_seeds_resumed_and_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+
+    def quickly(epsilon: float, delta: float, epochs: float, seed: int, console: Console) -> list[Outcome]:
+        taken.append(seed)
+        return [Outcome(method.name, 0.9 + seed / 100, epsilon, 1.0, 225, 1.0) for method in METHODS]
+
+    monkeypatch.setattr(demo, "run_demo", quickly)
+    demo.run(tmp_path, False, Console(quiet=True))
+    text = (tmp_path / "demo.md").read_text()
+    assert "| DP-KFC | 92.00 ± 1.58 (5) | 90.0, 91.0, 92.0, 93.0, 94.0 | 225 |" in text
+    lines = (tmp_path / "demo.jsonl").read_text().splitlines()
+    (tmp_path / "demo.jsonl").write_text("\n".join(lines[1:]) + "\n")
+    demo.run(tmp_path, False, Console(quiet=True))
+    assert taken == [0, 1, 2, 3, 4, 0], "only what is missing is run"
+    demo.run(tmp_path, True, Console(quiet=True))
+    assert "**Quick:**" in (tmp_path / "quick.md").read_text() and (tmp_path / "demo.md").read_text() == text
+    (tmp_path / "demo.jsonl").write_text('{"seed": 1')
+    with pytest.raises(dpkfc.PrivacyError, match="cut off"):
+        demo.run(tmp_path, False, Console(quiet=True))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import dpkfc
 from dpkfc.experiments import noise_length as experiment
@@ -183,6 +184,28 @@ def test_from_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     experiment.main(["--out", str(out)])
     assert len(trained) == 7 and sorted(out.read_text().splitlines()) == sorted(lines), "only what is missing is run"
     assert "paper_cnn" not in out.with_suffix(".md").read_text()
+
+
+def test_reproduced_on_what_the_folder_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(experiment, "SEEDS", (1,))
+    monkeypatch.setattr(experiment, "train", lambda run: train(replace(run, epochs=1.0, batch_size=600)))
+    experiment.run(tmp_path, True, Console(width=400))
+    shown = capsys.readouterr().out
+    assert f"`dpkfc reproduce geometry --out {tmp_path}/geometry`" in shown and "correlated" in shown
+    assert len((tmp_path / "quick.jsonl").read_text().splitlines()) == 3
+    text = (tmp_path / "quick.md").read_text()
+    assert "**Quick:**" in text and "| digits, linear | dp-kfc, " in text and "paper_cnn" not in text
+    (tmp_path / "geometry").mkdir()
+    tries = [replace(TRY, lr=lr) for lr in (0.1, 0.2, 0.4)]
+    (tmp_path / "geometry" / "results.jsonl").write_text("".join(json.dumps(row(one)) + "\n" for one in tries))
+    experiment.run(tmp_path, True, Console(width=400))
+    assert "dpkfc reproduce geometry" not in capsys.readouterr().out
+    assert "| mnist, paper_cnn | dp-sgd | 3 | 512 |" in (tmp_path / "quick.md").read_text()
+    (tmp_path / "quick.jsonl").write_text("{")
+    with pytest.raises(dpkfc.PrivacyError, match="cut off"):
+        experiment.run(tmp_path, True, Console(quiet=True))
 
 
 def test_wrong_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

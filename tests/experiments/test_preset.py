@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch.utils.data import TensorDataset
 
 import dpkfc
@@ -31,7 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight features, and no search for the noise."""
+    """Eight features, few steps, and no search for the noise."""
+    monkeypatch.setattr(dpkfc.presets, "STEPS", 10)
     monkeypatch.setattr(preset, "Scattering", lambda shape: lambda images: images.flatten(1)[:, 300:308])
     monkeypatch.setattr(dpkfc.presets, "_candidates", lambda turns: [dpkfc.Independent()])
 
@@ -61,6 +63,24 @@ def test_the_command_runs_resumes_and_reports(folder: Path, quick: None, capsys:
     table = (out.parent / "preset.md").read_text()
     assert "| mnist | 3 | " in table and "(2) | 98.7 |" in table and "| mnist | 1 | " in table
     assert "covers all" in capsys.readouterr().out
+
+
+def test_reproduced_into_a_folder(folder: Path, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preset, "QUICK_RECORDS", (120, 20))
+    preset.run(tmp_path, True, Console(quiet=True), folder)
+    (row,) = (json.loads(line) for line in (tmp_path / "quick.jsonl").read_text().splitlines())
+    assert row["run"]["dataset"] == "mnist" and row["result"]["steps"] == 15
+    text = (tmp_path / "quick.md").read_text()
+    assert "**Quick:**" in text and "(1) |  |" in text, "no mark beside figures that say nothing"
+    with pytest.raises(dpkfc.PrivacyError, match="fashion-mnist"):
+        monkeypatch.setattr(preset, "MARKS", {"fashion-mnist": 89.7})
+        preset.run(tmp_path, False, Console(quiet=True), folder)
+
+
+def test_first_records() -> None:
+    data = tuple(TensorDataset(torch.arange(n), torch.arange(n)) for n in (5, 4))
+    some = preset.first(data, 3, 2)  # type: ignore[arg-type]
+    assert [part.tensors[0].tolist() for part in some] == [[0, 1, 2], [0, 1]]
 
 
 def test_validation_runs_stay_out_of_the_table() -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dpkfc.report.page import Facts, Grid, Picture, Section, Text, page, picture
+from dpkfc.report.page import Code, Facts, Grid, Marked, Picture, Section, Text, page, picture
 
 PNG = bytes.fromhex(  # one grey pixel
     "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b550000000a49444154789c6368000000820081"
@@ -24,7 +23,7 @@ SAMPLE = page(
     [
         Section("Privacy", [Text(["One.", "Two."]), Facts([("epsilon", "1.5"), ("what", "x" * 300)])]),
         Section("Layers", [Grid(["layer", "rank"], [["conv<1>", "9"], ["fc", "1,234"]]), Picture(PNG, "a 'dot'", "1")]),
-        Section("Wide", [WIDE]),
+        Section("Wide", [WIDE, Code("a < b  # " + "x" * 300), Marked(["`if a < b` is **code <&>**, `**this**` too"])]),
     ],
 )
 
@@ -66,6 +65,19 @@ def test_columns_of_numbers_are_to_the_right() -> None:
     assert "<th>layer</th>" in Grid(["layer"], []).html()
 
 
+def test_columns_to_the_right_can_be_said() -> None:
+    table = Grid(["layer", "rank"], [["1", "9*"]], right=[False, True]).html()
+    assert "<td>1</td><td class='number'>9*</td>" in table
+
+
+def test_code_and_bold_words_are_the_only_marks() -> None:
+    found = Marked(["`if a < b` is **code <&>**, `**this**` too", "2 * 3 ** 4 and a lone `"]).html()
+    assert found == (
+        "<p><code>if a &lt; b</code> is <strong>code &lt;&amp;&gt;</strong>, <code>**this**</code> too</p>"
+        "<p>2 * 3 ** 4 and a lone `</p>"
+    )
+
+
 def test_a_row_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError):
         Grid(["a", "b"], [["1", "2"], ["3"]]).html()
@@ -80,49 +92,16 @@ def test_a_figure_becomes_a_picture_and_is_closed() -> None:
     assert len(plt.get_fignums()) == before - 1
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver")
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not (chromium and driver):
-        pytest.skip("no Chromium here: install Debian's chromium and chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in (
-        "headless",
-        "no-sandbox",
-        "disable-gpu",
-        "disable-quic",
-        "no-first-run",
-        "disable-background-networking",
-    ):
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    yield found
-    found.quit()
-
-
 @pytest.mark.parametrize("width", [360, 1200])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_in_a_real_browser(browser: Any, tmp_path: Path, scheme: str, width: int) -> None:
+def test_in_a_real_browser(
+    browser: Any, shown_well: Callable[..., None], tmp_path: Path, scheme: str, width: int
+) -> None:
     file = tmp_path / "page.html"
     file.write_text(SAMPLE)
-    browser.execute_cdp_cmd(
-        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    )
-    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    browser.get(file.as_uri())
-    assert browser.get_log("browser") == [], "nothing on the console"
-    requested = [
-        entry["message"] for entry in browser.get_log("performance") if "Network.requestWillBeSent" in entry["message"]
-    ]
-    assert all('"url":"file:' in message or '"url":"data:' in message for message in requested)
-    assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")  # tables scroll
+    shown_well(browser, file, width, scheme=scheme)
     ink, paper = browser.execute_script(
         "const style = getComputedStyle(document.body); return [style.color, style.backgroundColor]"
     )
     brightness = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in (ink, paper)]
     assert (brightness[0] < brightness[1]) == (scheme == "light") and abs(brightness[0] - brightness[1]) > 400
-    assert browser.execute_script("return [...document.images].every(image => image.naturalWidth > 0)")

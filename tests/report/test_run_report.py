@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from rich.console import Console
 from scipy.stats import binomtest
+from torch import nn
 
+import dpkfc
 from dpkfc.errors import PrivacyError
 from dpkfc.plan import Plan
-from dpkfc.report.run_report import in_plain_words, wilson, write_report
+from dpkfc.report.run_report import draw_pictures, in_plain_words, not_charged, result_table, wilson, write_report
+
+EPSILON = cache(Plan.epsilon)
+PNG = bytes.fromhex(  # one grey pixel
+    "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b550000000a49444154789c6368000000820081"
+    "77cd72b60000000049454e44ae426082"
+)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(Plan, "epsilon", EPSILON)  # the same plan again and again
     plan = Plan.make(records=1000, batch_size=100, steps=20, clip=1.0, epsilon=2.0, delta=1e-4)
     files = {
         "plan.json": plan.to_json(),
@@ -23,6 +37,12 @@ def folder(tmp_path: Path) -> Path:
         "result.json": {
             "epsilon": plan.epsilon(),
             "delta": 1e-4,
+            "steps": 20,
+            "batch_size": 100,
+            "noise": "independent",
+            "noise_multiplier": 1.0,
+            "geometry": "DP-KFC",
+            "lr": 0.5,
             "records": 1000,
             "model": "linear",
             "parameters": 1234,
@@ -82,6 +102,71 @@ def test_without_test_records_metrics_or_seed(folder: Path) -> None:
     (folder / "metrics.jsonl").unlink()
     text = write_report(folder).read_text()
     assert "no test records" in text and "data:image" not in text
+
+
+def test_pictures_are_shown_where_they_are(folder: Path) -> None:
+    assert "seen on probes" not in write_report(folder).read_text()
+    (folder / "snr.png").write_bytes(PNG)
+    (folder / "clipping.png").write_bytes(PNG)
+    text = write_report(folder).read_text()
+    assert text.count("data:image/png") == 3 and text.count("from synthetic probes") == 1
+
+
+@pytest.mark.parametrize("geometry", [dpkfc.KFC(dpkfc.Tabular(4)), dpkfc.Identity()])
+def test_pictures_come_from_probes_and_leave_the_model_alone(tmp_path: Path, geometry: Any) -> None:
+    pytest.importorskip("matplotlib")
+    plan = Plan.make(records=100, batch_size=10, steps=2, clip=1.0, noise_multiplier=1.0, delta=1e-4)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    draw_pictures(tmp_path, model, geometry, dpkfc.Tabular(4), plan)
+    assert (tmp_path / "snr.png").stat().st_size > 5000 and (tmp_path / "clipping.png").stat().st_size > 5000
+    assert (tmp_path / "geometry.png").exists() == isinstance(geometry, dpkfc.KFC)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_one_layer_has_no_profile(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plan = Plan.make(records=100, batch_size=10, steps=2, clip=1.0, noise_multiplier=1.0, delta=1e-4)
+    draw_pictures(tmp_path, nn.Linear(4, 2), dpkfc.Identity(), dpkfc.Tabular(4), plan)
+    assert [file.name for file in tmp_path.iterdir()] == ["clipping.png"]
+
+
+def test_what_private_records_made_is_not_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plan = Plan.make(records=100, batch_size=10, steps=2, clip=1.0, noise_multiplier=1.0, delta=1e-4)
+    oracle = dpkfc.Oracle(torch.utils.data.TensorDataset(torch.rand(20, 4), torch.arange(20) % 2), labels=True)
+    draw_pictures(tmp_path, nn.Linear(4, 2), dpkfc.Identity(), oracle, plan)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("settings", "test", "selection", "said", "unsaid"),
+    [
+        ({}, None, None, ["no record", "in no ledger"], ["by hand (", "seed", "Accuracy", "tuning"]),
+        ({"lr": 0.1, "clip": 2.0, "seed": 0}, {"accuracy": 1}, None, ["by hand (lr, clip)", "seed", "exact"], []),
+        ({"ledger": "privacy.db", "dataset": "people"}, None, None, ["privacy.db, as people"], ["in no ledger"]),
+        ({}, None, {"settings": {}}, ["epsilon covers the whole tuning"], []),
+    ],
+)
+def test_what_was_not_charged(
+    settings: dict[str, Any], test: Any, selection: Any, said: list[str], unsaid: list[str]
+) -> None:
+    text = " ".join(not_charged({"test": test, "selection": selection}, settings))
+    assert all(part in text for part in said) and not any(part in text for part in unsaid)
+
+
+def test_the_table_for_the_terminal(folder: Path) -> None:
+    result = json.loads((folder / "result.json").read_text())
+    result["selection"] = {"settings": {"rho": 1.23456, "clip": 2.0}, "score": "151.2 of 200"}
+    (folder / "result.json").write_text(json.dumps(result))
+    console = Console(file=io.StringIO(), width=200)
+    console.print(result_table(folder, folder / "report.html"))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    for expected in ("75.00% of 400 records (95 % interval 70.5% to 79.0%)", "rho 1.23, clip 2", "151.2 of 200"):
+        assert expected in shown
+    assert "rho 1.23, clip 2" in write_report(folder).read_text()
 
 
 @pytest.mark.parametrize("name", ["plan.json", "config.json", "result.json"])

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch.utils.data import TensorDataset
 
-from dpkfc.data import folders, hugging_face, images, medmnist, tables, texts
-from dpkfc.data.cifar import cifar10
+from dpkfc.data import corpora, folders, hugging_face, images, medmnist, tables, texts
+from dpkfc.data.cifar import CIFAR10, CIFAR100, cifar10, cifar100
 from dpkfc.data.digits import digits
 from dpkfc.data.idx import idx_images
 from dpkfc.data.records import Kind, Read, Records, distinct, joined, split
@@ -24,7 +25,6 @@ from dpkfc.geometry.probes.probe import Probe
 
 TABLES = (".csv", ".tsv", ".parquet")
 FASHION = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
-CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 DIGITS = tuple(map(str, range(10)))
 Pair = tuple[TensorDataset, TensorDataset]
 Encode = Callable[[], texts.Encoding]  # made when texts are found
@@ -32,12 +32,14 @@ NAMED: dict[str, tuple[tuple[str, ...], Callable[[Path | None], Pair]]] = {
     "digits": (DIGITS, lambda data_dir: digits()),
     "mnist": (DIGITS, lambda data_dir: idx_images("mnist", data_dir)),
     "fashion-mnist": (FASHION, lambda data_dir: idx_images("fashion-mnist", data_dir)),
-    "cifar-10": (CIFAR, cifar10),
+    "cifar-10": (CIFAR10, cifar10),
+    "cifar-100": (CIFAR100, cifar100),
     "pathmnist": (medmnist.CLASSES["pathmnist"], lambda data_dir: medmnist.medmnist("pathmnist", data_dir)),
     "pneumoniamnist": (
         medmnist.CLASSES["pneumoniamnist"],
         lambda data_dir: medmnist.medmnist("pneumoniamnist", data_dir),
     ),
+    **{name: (classes, partial(texts.hashed_corpus, name)) for name, classes in corpora.CLASSES.items()},
 }
 SHARE = 0.2
 BYTES = 8 * 2**30  # of inputs that are held in memory without a word
@@ -115,7 +117,7 @@ def load(
             )
         if not path.exists():
             if str(place) in NAMED:
-                return _named(str(place), data_dir)
+                return _named(str(place), data_dir, encoding)
             raise PrivacyError(f"there is no {path}: give a file, a folder, or one of {', '.join(NAMED)}")
         if path.is_dir():
             return _folder(path, declared, encoding, size, grey)
@@ -184,8 +186,10 @@ def _loaded(found: Read, train: Records, test: Records | None, remark: str) -> L
     )
 
 
-def _named(name: str, data_dir: Path | None) -> Read:
+def _named(name: str, data_dir: Path | None, encoding: Encode) -> Read:
     names, read = NAMED[name]
+    if name in corpora.CLASSES:
+        return texts.read_corpus(name, data_dir, encoding())
     try:
         train, test = (_records(part) for part in read(data_dir))
     except ValueError as problem:

@@ -18,7 +18,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
+from dpkfc.data.corpora import corpus
 from dpkfc.data.records import Read, Records, mark, numbered
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.probes.probe import Probe
@@ -82,6 +84,22 @@ def read_text_folders(parts: dict[str, dict[str, list[Path]]], names: tuple[str,
     """Files of each class, for "train" and perhaps "test": see `data.folders`."""
     found = {part: _read_files(files, names, encoding) for part, files in parts.items()}
     return Read("text", names, found["train"], found.get("test"), encoding.probe)
+
+
+def read_corpus(name: str, data_dir: Path | None, encoding: Encoding) -> Read:
+    """Texts that go by a name: see `data.corpora`."""
+    found = corpus(name, data_dir)
+    train, test = (
+        Records(encoding.encode(part.texts), part.labels, [b""] * len(part)) for part in (found.train, found.test)
+    )
+    return Read("text", found.names, train, test, encoding.probe)
+
+
+def hashed_corpus(name: str, data_dir: Path | None) -> tuple[TensorDataset, TensorDataset]:
+    """The same as hashed words, and no more of it than its tensors."""
+    read = read_corpus(name, data_dir, words())
+    assert read.test is not None
+    return TensorDataset(read.train.x, read.train.y), TensorDataset(read.test.x, read.test.y)
 
 
 def _read_files(classes: dict[str, list[Path]], names: tuple[str, ...], encoding: Encoding) -> Records:

@@ -1,5 +1,6 @@
 """Does DP-KFC free the learning rate from the clip? The paper's Figure 10 on the bundled digits, by SGD.
 
+    dpkfc reproduce clip-and-rate
     python -m dpkfc.experiments.clip_and_rate --out runs/clip-and-rate.jsonl
 
 The paper: DP-SGD needs clip C and learning rate η on a narrow diagonal, DP-KFC works on a broad rectangle. What a step
@@ -17,9 +18,9 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -36,12 +37,14 @@ from dpkfc.experiments.on_digits import HELD_OUT, Result, results_file, run_all
 from dpkfc.experiments.on_digits import train as train_on_digits
 from dpkfc.geometry.identity import Geometry
 from dpkfc.models import digits_cnn
+from dpkfc.report.experiment_report import publish
 from dpkfc.report.text import markdown_table
 
 METHODS: dict[str, Callable[[], Geometry]] = {"DP-SGD": dpkfc.Identity, "DP-KFC": kfc}
 CLIPS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 SEEDS = (1, 2)
+QUICK_CLIPS, QUICK_RATES, QUICK_STEPS = (0.1, 1.0, 10.0), (0.01, 0.1, 1.0), 20
 EPSILON, DELTA = 3.0, 1e-5
 GOOD, LEVELS = 0.02, (0.02, 0.05, 0.1)  # what a cell may lose to be good; the first is used where none is named
 
@@ -173,7 +176,7 @@ WHY = (
 )
 
 
-def markdown(findings: Mapping[str, Finding], picture: str) -> str:
+def markdown(findings: Mapping[str, Finding], runs: Collection[Run], picture: str, quick: bool = False) -> str:
     about = ["", "good: within", "cells", "median width in lr", "median width in clip", "clips with a good lr", "slope"]
     lines = [_about(method, replace(of, within=within)) for within in LEVELS for method, of in findings.items()]
     one = next(iter(findings.values()))
@@ -185,11 +188,11 @@ def markdown(findings: Mapping[str, Finding], picture: str) -> str:
         [f"{rate:g}", *(f"{of.widths_in_clip[place]:.2f}" for of in findings.values())]
         for place, rate in enumerate(one.rates)
     ]
-    run = Run("", 0, 0, 0)
+    run, seeds = next(iter(runs)), len({run.seed for run in runs})
     remark = (
         f"digits_cnn on the bundled digits, epsilon {run.epsilon:g}, delta {DELTA:g}, {run.steps} steps of "
         f"{run.batch_size} expected records, SGD with momentum {MOMENTUM:g}, flat clipping, last weights; the mean of "
-        f"{len(SEEDS)} seeds on {HELD_OUT} held-out training records. A cell is good if it is within {100 * GOOD:g} "
+        f"{seeds} seeds on {HELD_OUT} held-out training records. A cell is good if it is within {100 * GOOD:g} "
         "points (or what a line says) of the best of its method; widths are in decades, interpolated in log lr or log "
         "clip; medians are over those that are not 0. With so few seeds the best cell is in part luck, so that widths "
         "at two points are underestimated, for both methods alike."
@@ -197,7 +200,7 @@ def markdown(findings: Mapping[str, Finding], picture: str) -> str:
     headings = [f"{method}: {what}" for method in findings for what in ("best %", "at lr", "lr · clip", "width in lr")]
     parts = [
         "# Clip and learning rate",
-        verdict(findings),
+        *([] if quick else [verdict(findings)]),
         WHY,
         markdown_table(about, lines),
         f"![accuracy by clip and learning rate, and by their product]({picture})",
@@ -215,8 +218,8 @@ def _about(method: str, of: Finding) -> list[str]:
         f"{method}, best {100 * of.grid.max():.1f} %",
         f"{100 * of.within:g} points",
         f"{100 * of.good:.0f} %",
-        f"{median(width for width in of.widths_in_rate if width):.2f}",
-        f"{median(width for width in of.widths_in_clip if width):.2f}",
+        f"{median([width for width in of.widths_in_rate if width] or [0]):.2f}",
+        f"{median([width for width in of.widths_in_clip if width] or [0]):.2f}",
         f"{of.clips[of.usable[0]]:g} to {of.clips[of.usable[-1]]:g}",
         f"{of.slope:.2f}",
     ]
@@ -259,29 +262,39 @@ def plot(findings: Mapping[str, Finding], file: Path) -> None:
     plt.close(figure)
 
 
+def grid(clips: Sequence[float], rates: Sequence[float], seeds: Sequence[int]) -> list[Run]:
+    """Every cell once before any is repeated."""
+    return [Run(method, clip, lr, seed) for seed in seeds for method in METHODS for clip in clips for lr in rates]
+
+
+def execute(runs: Sequence[Run], file: Path, console: Console, quick: bool = False) -> None:
+    results = run_all(runs, train, file, console)
+    findings = {method: find(results, method) for method in METHODS}
+    text = markdown(findings, runs, file.with_suffix(".png").name, quick)
+    publish(file, text, console, partial(plot, findings), quick)
+
+
+def run(out: Path, quick: bool, console: Console) -> None:
+    """The whole grid into the folder `out`; quick: nine short cells."""
+    runs = grid(CLIPS, RATES, SEEDS)
+    if quick:
+        runs = [replace(one, steps=QUICK_STEPS) for one in grid(QUICK_CLIPS, QUICK_RATES, SEEDS[:1])]
+    try:
+        execute(runs, out / ("quick.jsonl" if quick else "clip-and-rate.jsonl"), console, quick)
+    except (OSError, ValueError) as error:
+        raise dpkfc.PrivacyError(str(error)) from error
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m dpkfc.experiments.clip_and_rate", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--out", type=results_file, required=True, metavar="FILE.jsonl", help="results of all runs")
     chosen = parser.parse_args(arguments)
-    console = Console()
-    runs = [
-        Run(method, clip, lr, seed) for seed in SEEDS for method in METHODS for clip in CLIPS for lr in RATES
-    ]  # every cell once before any is repeated
     try:
-        results = run_all(runs, train, chosen.out, console)
+        execute(grid(CLIPS, RATES, SEEDS), chosen.out, Console())
     except (dpkfc.PrivacyError, OSError, ValueError) as error:
         sys.exit(f"dpkfc.experiments.clip_and_rate: {error}")
-    findings = {method: find(results, method) for method in METHODS}
-    picture = chosen.out.with_suffix(".png")
-    text = markdown(findings, picture.name)
-    chosen.out.with_suffix(".md").write_text(text)
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-    if find_spec("matplotlib"):
-        plot(findings, picture)
-    else:
-        console.print("matplotlib is not installed: no picture")
 
 
 if __name__ == "__main__":

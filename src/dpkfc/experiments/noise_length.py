@@ -1,5 +1,6 @@
 """The best learning rates of private runs differ far more than the best lengths of their noise.
 
+    dpkfc reproduce noise-length
     python -m dpkfc.experiments.noise_length --results docs/results --out runs/noise-length.jsonl
 
 The noise length of a run is the root mean square of the noise in the weights of one unit (`dpkfc.presets`):
@@ -17,9 +18,10 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -36,6 +38,7 @@ from dpkfc.experiments.study import Row, Setting, noise_of, read
 from dpkfc.models import digits_cnn, mlp, paper_cnn
 from dpkfc.noise.choose import evaluate
 from dpkfc.presets import NOISE_LENGTH, size
+from dpkfc.report.experiment_report import publish
 from dpkfc.report.text import markdown_table
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -46,6 +49,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 EPSILONS, DELTA = (1.0, 3.0), 1e-5
 LENGTHS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 SEEDS = (1, 2, 3)
+QUICK = (("linear",), (3.0,), (0.5, 2.0, 8.0))  # models, epsilons, lengths
 RECORDS = 60_000  # of MNIST and FashionMNIST, with those that a try holds out
 DIGITS, KFC, POST, SGD = "dp-kfc on digits", "dp-kfc", "dp-kfc with post map", "dp-sgd"
 GROUPS: dict[str, tuple[str, ...]] = {  # a line of the summary: the kinds of sweeps that it is about
@@ -327,6 +331,28 @@ def plot(sweeps: Sequence[Sweep], file: Path) -> None:
     plt.close(figure)
 
 
+def sweep_runs(models: Iterable[str], epsilons: Iterable[float], lengths: Iterable[float]) -> list[Run]:
+    return [Run(*one, seed) for one in product(models, epsilons, lengths) for seed in SEEDS]
+
+
+def execute(runs: Sequence[Run], recorded: Sequence[Sweep], file: Path, console: Console, quick: bool = False) -> None:
+    sweeps = [*recorded, *digits_sweeps(run_all(runs, train, file, console))]
+    publish(file, markdown(sweeps, file.with_suffix(".png").name), console, partial(plot, sweeps), quick)
+
+
+def run(out: Path, quick: bool, console: Console) -> None:
+    """The sweeps on the digits, beside those that studies left in the folder `out`; quick: one of them."""
+    runs = sweep_runs(*QUICK) if quick else sweep_runs(MODELS, EPSILONS, LENGTHS)
+    try:
+        recorded = recorded_sweeps(out)
+        execute(runs, recorded, out / ("quick.jsonl" if quick else "noise-length.jsonl"), console, quick)
+    except (OSError, ValueError) as error:
+        raise dpkfc.PrivacyError(str(error)) from error
+    if not recorded:
+        first = " and ".join(f"`dpkfc reproduce {name} --out {out / name}`" for name in ("geometry", "correlated"))
+        console.print(f"The digits alone: for sweeps of the paper's CNN run {first}, then this again.", soft_wrap=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m dpkfc.experiments.noise_length", description=__doc__.split("\n")[0]
@@ -334,29 +360,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="recorded studies (default: the digits only)")
     parser.add_argument("--out", type=results_file, required=True, metavar="FILE.jsonl", help="results on the digits")
     chosen = parser.parse_args(arguments)
-    console = Console()
-    runs = [
-        Run(model, epsilon, length, seed)
-        for model in MODELS
-        for epsilon in EPSILONS
-        for length in LENGTHS
-        for seed in SEEDS
-    ]
     try:
-        sweeps = recorded_sweeps(chosen.results) if chosen.results else []
-        if chosen.results and not sweeps:
+        recorded = recorded_sweeps(chosen.results) if chosen.results else []
+        if chosen.results and not recorded:
             raise ValueError(f"{chosen.results} holds no sweep: three tries that differ only in the learning rate")
-        sweeps += digits_sweeps(run_all(runs, train, chosen.out, console))
+        execute(sweep_runs(MODELS, EPSILONS, LENGTHS), recorded, chosen.out, Console())
     except (dpkfc.PrivacyError, OSError, ValueError) as error:
         sys.exit(f"dpkfc.experiments.noise_length: {error}")
-    picture = chosen.out.with_suffix(".png")
-    text = markdown(sweeps, picture.name)
-    chosen.out.with_suffix(".md").write_text(text)
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-    if find_spec("matplotlib"):
-        plot(sweeps, picture)
-    else:
-        console.print("matplotlib is not installed: no picture")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What the preset reaches with the protocol free: fixed features, a linear model, no private tuning.
 
+    dpkfc reproduce preset --data-dir DATA
     python -m dpkfc.experiments.preset --data-dir DATA --out runs/preset.jsonl
 
 Scattering coefficients standardised by pink noise, a linear classifier that begins at zero, and `dpkfc.recipe` for all
@@ -13,8 +14,9 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby, product
 from pathlib import Path
 
 import torch
@@ -28,13 +30,17 @@ import dpkfc
 from dpkfc.data.cifar import cifar10
 from dpkfc.data.idx import idx_images
 from dpkfc.experiments.arguments import names_among
+from dpkfc.experiments.on_digits import results_file
 from dpkfc.experiments.study import SEEDS, Data, Row, accuracy, read, split
 from dpkfc.features import Scattering, standardised
 from dpkfc.report.accuracy_table import mean_and_spread
+from dpkfc.report.experiment_report import publish
 from dpkfc.report.text import markdown_table
 
 MARKS = {"mnist": 98.7, "fashion-mnist": 89.7, "cifar-10": 69.3}  # at epsilon 3
 EPSILONS, DELTA = (1.0, 3.0), 1e-5
+PROBES, QUICK_PROBES = 2048, 256  # that features are standardised by
+QUICK_RECORDS = (2000, 500)  # to train on, and to test on
 TITLE = "Test accuracy of the preset, delta = 1e-5"
 REMARK = (
     "Mean ± standard deviation over the seeds (their number), of the averaged weights. Epsilon is that of each single "
@@ -75,13 +81,19 @@ def images(dataset: str, data_dir: Path | None) -> Data:
     return cifar10(data_dir) if dataset == "cifar-10" else idx_images(dataset, data_dir)
 
 
+def first(data: Data, train: int, test: int) -> Data:
+    parts = zip(data, (train, test), strict=True)
+    some = [TensorDataset(*(tensor[:count] for tensor in part.tensors)) for part, count in parts]
+    return some[0], some[1]
+
+
 def pink(shape: tuple[int, ...], count: int) -> dpkfc.PinkNoise:
     """Noise for pixels in [0, 1]; the channels of natural images are alike."""
     correlation = 0.9 if shape[0] == 3 else 0.0
     return dpkfc.PinkNoise(shape, 10, std=0.3, mean=0.3, limits=(0, 1), channel_correlation=correlation, count=count)
 
 
-def features(data: Data, on_part: Callable[[float], None], probes: int = 2048) -> tuple[Data, dpkfc.Through]:
+def features(data: Data, on_part: Callable[[float], None], probes: int = PROBES) -> tuple[Data, dpkfc.Through]:
     """The features of all records, and the probe that takes the same way."""
     shape = tuple(data[0].tensors[0].shape[1:])
     probe = pink(shape, probes)
@@ -138,7 +150,7 @@ def train(run: Run, data: Data, probe: dpkfc.Through, on_step: Callable[[float],
     )
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[Row], quick: bool = False) -> str:
     """The table, beside the marks."""
     headings = ["data set", "epsilon", "test %", "mark %", "noise", "batch", "steps", "learning rate"]
     lines = []
@@ -147,12 +159,39 @@ def markdown(rows: Sequence[Row]) -> str:
             wanted = {"dataset": dataset, "epsilon": epsilon, "validation": 0}
             found = [Result(**row["result"]) for row in rows if wanted.items() <= row["run"].items()]
             if found:
-                one, mark = found[0], f"{MARKS[dataset]:.1f}" if epsilon == 3 else ""
+                one, mark = found[0], f"{MARKS[dataset]:.1f}" if epsilon == 3 and not quick else ""
                 noise = f"{one.noise}, multiplier {one.noise_multiplier:.3g}"
                 shown = mean_and_spread([result.accuracy for result in found])
                 settings = [noise, str(one.batch_size), str(one.steps), f"{one.lr:.3g}"]
                 lines.append([dataset, f"{epsilon:g}", shown, mark, *settings])
     return f"# {TITLE}\n\n{markdown_table(headings, lines, left=len(headings))}\n\n{REMARK}\n"
+
+
+def runs_of(
+    datasets: Iterable[str],
+    epsilons: Iterable[float],
+    seeds: Iterable[int],
+    validation: int = 0,
+    epochs: float = dpkfc.presets.EPOCHS,
+    noise_length: float = dpkfc.presets.NOISE_LENGTH,
+) -> list[Run]:
+    every = product(datasets, epsilons, seeds)
+    return [Run(dataset, epsilon, seed, validation, epochs, noise_length) for dataset, epsilon, seed in every]
+
+
+def execute(runs: Iterable[Run], data_dir: Path | None, file: Path, console: Console, quick: bool = False) -> None:
+    for _, some in groupby(runs, lambda run: run.dataset):
+        run_all(list(some), data_dir, file, console, quick)
+    publish(file, markdown(read(file), quick), console, quick=quick)
+
+
+def run(out: Path, quick: bool, console: Console, data_dir: Path | None = None) -> None:
+    """The whole table into the folder `out`; quick: one run on the first records of MNIST."""
+    runs = runs_of(["mnist"], [3.0], SEEDS[:1]) if quick else runs_of(MARKS, EPSILONS, SEEDS)
+    try:
+        execute(runs, data_dir, out / ("quick.jsonl" if quick else "preset.jsonl"), console, quick)
+    except (OSError, ValueError) as error:
+        raise dpkfc.PrivacyError(str(error)) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -165,29 +204,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--noise-length", type=float, default=dpkfc.presets.NOISE_LENGTH)
     parser.add_argument("--validation", type=int, default=0, help="hold out so many training records, and test on them")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE.jsonl", help="results; the table goes beside it"
+        "--out", type=results_file, required=True, metavar="FILE.jsonl", help="results; the table goes beside it"
     )
     chosen = parser.parse_args(arguments)
-    console = Console()
+    common = (chosen.validation, chosen.epochs, chosen.noise_length)
+    runs = runs_of(chosen.dataset, chosen.epsilon, chosen.seed, *common)
     try:
-        for dataset in chosen.dataset:
-            common = {"validation": chosen.validation, "epochs": chosen.epochs, "noise_length": chosen.noise_length}
-            runs = [Run(dataset, e, seed, **common) for e in chosen.epsilon for seed in chosen.seed]
-            run_all(runs, chosen.data_dir, chosen.out, console)
-        table = markdown(read(chosen.out))
+        execute(runs, chosen.data_dir, chosen.out, Console())
     except (dpkfc.PrivacyError, OSError, ValueError) as error:
         sys.exit(f"dpkfc.experiments.preset: {error}")
-    (chosen.out.parent / "preset.md").write_text(table)
-    console.print(table, markup=False, highlight=False)
 
 
-def run_all(runs: Sequence[Run], data_dir: Path | None, out: Path, console: Console) -> None:
+def run_all(runs: Sequence[Run], data_dir: Path | None, out: Path, console: Console, quick: bool = False) -> None:
     """Those on one data set that the file does not hold yet; the features are computed once."""
     done = [row["run"] for row in read(out)]
     todo = [run for run in runs if asdict(run) not in done]
     if not todo:
         return
-    data = images(todo[0].dataset, data_dir)
+    data, probes = images(todo[0].dataset, data_dir), PROBES
+    if quick:
+        data, probes = first(data, *QUICK_RECORDS), QUICK_PROBES
     out.parent.mkdir(parents=True, exist_ok=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
@@ -196,7 +232,7 @@ def run_all(runs: Sequence[Run], data_dir: Path | None, out: Path, console: Cons
         def on_part(part: float) -> None:
             progress.update(bar, completed=part)
 
-        found, probe = features(data, on_part)
+        found, probe = features(data, on_part, probes)
         for run in todo:
             progress.reset(bar, description=f"{run.dataset}: epsilon {run.epsilon:g}, seed {run.seed}")
             result = train(run, found, probe, on_part)

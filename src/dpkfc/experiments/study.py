@@ -14,8 +14,8 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
@@ -30,6 +30,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dpkfc
+from dpkfc.data.changes import CHANGES
+from dpkfc.data.featured import FEATURED
 from dpkfc.data.idx import Scaling
 from dpkfc.data.sources import NAMED
 from dpkfc.experiments.arguments import names_among
@@ -38,12 +40,14 @@ from dpkfc.models import mlp, paper_cnn, tiny_vit
 from dpkfc.noise.choose import Noise
 from dpkfc.report.accuracy_table import Summary, accuracy_markdown, accuracy_table, plot_accuracy
 
+DATASETS = NAMED | FEATURED
 Data = tuple[TensorDataset, TensorDataset]  # for training, for testing
 Load = Callable[[str, Scaling], Data]  # by the name of the data set
 Row = dict[str, Any]  # one line of the file: key, setting, result
 Grid = dict[str, list[dict[str, Any]]]  # what each arm tries, the likeliest first: overrides of `Setting`
 SEEDS = (1, 2, 3)  # of the final runs; tries use the default
 STAGES = ("tune", "final", "table")
+COURSE = 2000  # records on which accuracy is measured on the way
 
 
 @dataclass(frozen=True)
@@ -62,14 +66,17 @@ class Study:
     about: str
     title: str
     tasks: Mapping[str, Mapping[str, Any]]
-    grid: Callable[[str], Grid]  # of a task
+    grid: Callable[[str], Grid]  # of a task, with the arms that it has
     published: Mapping[tuple[str, str], float] = field(default_factory=dict)  # percent, by task and arm
     follows: Mapping[str, Follow] = field(default_factory=dict)  # tasks that have no grid of their own
     seeds: tuple[int, ...] = SEEDS
+    seeds_of: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of tasks that have others
+    report: Callable[[Study, Sequence[Row], Path, Console], None] | None = None  # besides the table
 
     @property
     def arms(self) -> list[str]:
-        return list(self.grid(next(iter(self.tasks))))
+        grids = [self.grid(task) for task in self.tasks if task not in self.follows]
+        return list(dict.fromkeys(arm for grid in grids for arm in grid))
 
 
 # The whitening of the paper as it was measured: activations only, all ranks, absolute stability, probes every 50 steps.
@@ -106,10 +113,12 @@ class Setting:
     """All that a run depends on besides the data.
 
     `geometry` holds KFC's arguments, or with "kind": "Diagonal" those of AdaDPS; None is DP-SGD. Its `probe` holds the
-    arguments of `PinkNoise`, or {"public": the name of a data set}, or {"oracle": "records"} for the private records
+    arguments of `PinkNoise`, or {"public": the name of a data set}, {"pool": the name of noise that took the way of the
+    features}, {"sparse": the arguments of `Tabular.sparse`}, or {"oracle": "records"} for the private records
     themselves. `noise` holds the name of the noise and its arguments; None is independent. `optimizer` holds the name
     of the optimizer (Adam, AdamW, DPAdamBC, or DiSK around SGD) and its arguments; None is SGD. `model` is one of
-    `MODELS`; None is the paper's CNN.
+    `MODELS`; None is the paper's CNN. `change` is one of `CHANGES`, made to every image of the data set; None is none.
+    `course` is how often accuracy is measured on the way; None is never.
     """
 
     dataset: str
@@ -131,11 +140,14 @@ class Setting:
     noise: Mapping[str, Any] | None = None
     optimizer: Mapping[str, Any] | None = None
     model: str | None = None
+    change: str | None = None
+    course: int | None = None
 
     @property
     def key(self) -> str:
         """A hash of the contents."""
-        contents = {k: v for k, v in asdict(self).items() if k not in ("noise", "optimizer", "model") or v is not None}
+        added = ("noise", "optimizer", "model", "change", "course")
+        contents = {k: v for k, v in asdict(self).items() if k not in added or v is not None}
         return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -156,12 +168,13 @@ class Result:
     noise_multiplier: float
     steps: int
     seconds: float
+    course: tuple[float, ...] | None = None  # of the averaged iterates if there are, on the first `COURSE` records
 
 
 def train(setting: Setting, load: Load, on_step: Callable[[int, int], None] = lambda done, of: None) -> Result:
     """A plain PyTorch loop; `on_step(done, of)` is called after every step."""
-    records, measured = split(load(setting.dataset, setting.scaling), setting.validation)
-    shape, classes = tuple(records.tensors[0].shape[1:]), len(NAMED[setting.dataset][0])
+    records, measured = split(changed(load(setting.dataset, setting.scaling), setting.change), setting.validation)
+    shape, classes = tuple(records.tensors[0].shape[1:]), len(DATASETS[setting.dataset][0])
     torch.manual_seed(setting.seed)
     model = MODELS[setting.model or "cnn"](shape, classes)
     if len(shape) == 3:
@@ -184,6 +197,8 @@ def train(setting: Setting, load: Load, on_step: Callable[[int, int], None] = la
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step / steps))
     weights = list(model.parameters())
     average = [w.detach().clone() for w in weights]
+    stops = {round(steps * part / (setting.course or 1)) for part in range(1, 1 + (setting.course or 0))}
+    course = []
     begun = time.perf_counter()
     for images, labels in private.loader:
         F.cross_entropy(model(images), labels, label_smoothing=setting.label_smoothing).backward()
@@ -195,17 +210,29 @@ def train(setting: Setting, load: Load, on_step: Callable[[int, int], None] = la
             with at_iterate(optimizer):
                 for mean, w in zip(average, weights, strict=True):
                     mean.lerp_(w.detach(), pull)
+        if private.steps in stops:
+            with at_iterate(optimizer), holding(weights, average if setting.ema else weights):
+                course.append(accuracy(model, *(part[:COURSE] for part in measured.tensors)))
         on_step(private.steps, steps)
     seconds = time.perf_counter() - begun
     private.detach()
     with at_iterate(optimizer):
         last, averaged = accuracy(model, *measured.tensors), None
     if setting.ema:
-        with torch.no_grad():
-            for mean, w in zip(average, weights, strict=True):
-                w.copy_(mean)
-        averaged = accuracy(model, *measured.tensors)
-    return Result(last, averaged, private.epsilon(), private.plan.noise_multiplier, private.steps, seconds)
+        with holding(weights, average):
+            averaged = accuracy(model, *measured.tensors)
+    spent = (private.epsilon(), private.plan.noise_multiplier, private.steps, seconds)
+    return Result(last, averaged, *spent, tuple(course) if setting.course else None)
+
+
+@contextmanager
+def holding(weights: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
+    """Other values in the weights for a while."""
+    own = [w.detach().clone() for w in weights]
+    with torch.no_grad():
+        torch._foreach_copy_(list(weights), list(values))
+        yield
+        torch._foreach_copy_(list(weights), own)
 
 
 def split(data: Data, validation: int) -> Data:
@@ -226,6 +253,14 @@ def scaled(data: Data, scaling: Scaling) -> Data:
         return data
     (x, y), (other_x, other_y) = (part.tensors for part in data)
     return TensorDataset(2 * x - 1, y), TensorDataset(2 * other_x - 1, other_y)
+
+
+def changed(data: Data, change: str | None) -> Data:
+    """Every image changed in the same way, which no record tells."""
+    if change is None:
+        return data
+    (x, y), (other_x, other_y) = (part.tensors for part in data)
+    return TensorDataset(CHANGES[change](x), y), TensorDataset(CHANGES[change](other_x), other_y)
 
 
 def optimizer_of(setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
@@ -255,18 +290,24 @@ def geometry_of(setting: Setting, records: TensorDataset, load: Load) -> dpkfc.K
 
 def probe_of(source: Mapping[str, Any], setting: Setting, records: TensorDataset, load: Load) -> Probe:
     shape = tuple(records.tensors[0].shape[1:])
-    if "public" in source:
-        images, labels = load(source["public"], setting.scaling)[0].tensors
+    if "public" in source or "pool" in source:
+        images, labels = load(source.get("public") or source["pool"], setting.scaling)[0].tensors
         return dpkfc.PublicData(TensorDataset(fitted(images, shape), labels))
+    if "sparse" in source:
+        return dpkfc.Tabular.sparse(shape[0], **source["sparse"])
     if "oracle" in source:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Oracle builds")  # on purpose, and told by the epsilon
             return dpkfc.Oracle(records)
-    return dpkfc.PinkNoise(shape=shape, classes=len(NAMED[setting.dataset][0]), **source)
+    return dpkfc.PinkNoise(shape=shape, classes=len(DATASETS[setting.dataset][0]), **source)
 
 
 def fitted(images: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Images [N, C, H, W] brought to another shape: grey or coloured, stretched."""
+    """Images [N, C, H, W] brought to another shape: grey or coloured, stretched. Features must have it already."""
+    if len(shape) != 3:
+        if tuple(images.shape[1:]) != shape:
+            raise ValueError(f"features of shape {tuple(images.shape[1:])} are no probes for records of {shape}")
+        return images
     if images.shape[1] != shape[0]:
         images = images.mean(1, keepdim=True).expand(-1, shape[0], -1, -1)
     if images.shape[2:] != shape[1:]:
@@ -289,17 +330,19 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
 
 
 def tries(study: Study, task: str, arms: Iterable[str], count: int | None = None) -> list[Setting]:
-    """The grid as settings, or the first `count` tries of every arm. A task that follows another has none."""
+    """The grid as settings, or the first `count` tries of each of its arms. A task that follows another has none."""
     if task in study.follows:
         return []
     grid = study.grid(task)
-    return [Setting(arm=arm, **study.tasks[task], **choice) for arm in arms for choice in grid[arm][:count]]
+    return [Setting(arm=arm, **study.tasks[task], **choice) for arm in arms for choice in grid.get(arm, [])[:count]]
 
 
 def finals(study: Study, rows: Sequence[Row], task: str, arms: Iterable[str]) -> list[Setting]:
     """The chosen setting of every arm, on all records, once a seed."""
-    chosen = [choose(study, rows, task, arm)[0] for arm in arms]
-    return [replace(setting, validation=0, seed=seed) for seed in study.seeds for setting in chosen]
+    followed = study.follows[task].task if task in study.follows else task
+    chosen = [choose(study, rows, task, arm)[0] for arm in arms if arm in study.grid(followed)]
+    seeds = study.seeds_of.get(task, study.seeds)
+    return [replace(setting, validation=0, seed=seed) for seed in seeds for setting in chosen]
 
 
 def choose(study: Study, rows: Sequence[Row], task: str, arm: str) -> tuple[Setting, str]:
@@ -325,7 +368,7 @@ def tried(study: Study, rows: Sequence[Row], task: str, arm: str) -> list[Row]:
     return [
         row
         for row in rows
-        if row["setting"]["validation"] and all(row["setting"][name] == value for name, value in common.items())
+        if row["setting"]["validation"] and all(row["setting"].get(name) == value for name, value in common.items())
     ]
 
 
@@ -388,7 +431,8 @@ def read(file: Path) -> list[Row]:
 def show(study: Study, out: Path, console: Console) -> None:
     """Print the table of `out`, a file or a folder of them; write accuracy.md and accuracy.png beside the results."""
     files = sorted(out.glob("*.jsonl")) if out.is_dir() else [out]
-    summaries = summarise(study, [row for file in files for row in read(file)])
+    rows = [row for file in files for row in read(file)]
+    summaries = summarise(study, rows)
     if not summaries:
         raise ValueError(f"{out} holds no results: run --stage tune first")
     remark = (
@@ -400,9 +444,11 @@ def show(study: Study, out: Path, console: Console) -> None:
     folder = out if out.is_dir() else out.parent
     (folder / "accuracy.md").write_text(accuracy_markdown(summaries, study.title, remark))
     if find_spec("matplotlib"):
-        plot_accuracy(summaries, folder / "accuracy.png")
+        plot_accuracy([row for row in summaries if row.tests] or summaries, folder / "accuracy.png")
     else:
         console.print("matplotlib is not installed: no plot")
+    if study.report:
+        study.report(study, rows, folder, console)
 
 
 def main(study: Study, arguments: Sequence[str] | None = None) -> None:
@@ -435,17 +481,26 @@ def execute(
     stages: Sequence[str] = STAGES,
     count: int | None = None,
 ) -> None:
-    """Tune, train what was chosen, show the table."""
+    """Tune, train what was chosen, show the table. Tasks whose data is not there are skipped, unless all are."""
 
     @cache
     def load(dataset: str, scaling: Scaling) -> Data:
-        return scaled(NAMED[dataset][1](data_dir), scaling)
+        return scaled(DATASETS[dataset][1](data_dir), scaling)
 
+    missing: dict[str, FileNotFoundError] = {}
     for task in tasks:
-        if "tune" in stages:
-            run(tries(study, task, arms, count), load, out, console)
-        if "final" in stages:
-            run(finals(study, read(out), task, arms), load, out, console)
+        try:
+            if task in study.follows and study.follows[task].task in missing:
+                raise missing[study.follows[task].task]
+            if "tune" in stages:
+                run(tries(study, task, arms, count), load, out, console)
+            if "final" in stages:
+                run(finals(study, read(out), task, arms), load, out, console)
+        except FileNotFoundError as error:
+            missing[task] = error
+            console.print(f"{task} is skipped: {error}", markup=False, highlight=False, soft_wrap=True)
+    if missing and len(missing) == len(tasks):
+        raise next(iter(missing.values()))
     if "table" in stages:
         show(study, out, console)
 
@@ -454,7 +509,7 @@ def reproduce(study: Study, out: Path, quick: bool, console: Console, data_dir: 
     """The whole study into the folder `out`; quick: a tenth of an epoch, one try and one seed an arm."""
     if quick:
         tasks = {name: {**task, "epochs": 0.1} for name, task in study.tasks.items()}
-        study = replace(study, tasks=tasks, seeds=study.seeds[:1], published={})
+        study = replace(study, tasks=tasks, seeds=study.seeds[:1], seeds_of={}, published={})
     file = out / ("quick.jsonl" if quick else "results.jsonl")
     try:
         execute(study, list(study.tasks), study.arms, file, data_dir, console, count=1 if quick else None)

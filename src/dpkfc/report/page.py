@@ -9,13 +9,18 @@ from __future__ import annotations
 import base64
 import html
 import io
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+NAME = "report.html"
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,37 @@ class Text:
 
     def html(self) -> str:
         return "".join(f"<p>{html.escape(paragraph)}</p>" for paragraph in self.paragraphs)
+
+
+@dataclass(frozen=True)
+class Marked:
+    """Paragraphs with `code` and **bold** words.
+
+    >>> Marked(["**a < b** in `f(x)`"]).html()
+    '<p><strong>a &lt; b</strong> in <code>f(x)</code></p>'
+    """
+
+    paragraphs: Sequence[str]
+
+    def html(self) -> str:
+        return "".join(f"<p>{self._words(paragraph)}</p>" for paragraph in self.paragraphs)
+
+    @staticmethod
+    def _words(paragraph: str) -> str:
+        parts = re.split(r"`([^`]+)`", html.escape(paragraph))  # words, code, words, ...
+        parts[::2] = [re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", words) for words in parts[::2]]
+        parts[1::2] = [f"<code>{code}</code>" for code in parts[1::2]]
+        return "".join(parts)
+
+
+@dataclass(frozen=True)
+class Code:
+    """Lines as they stand, such as a command."""
+
+    text: str
+
+    def html(self) -> str:
+        return f"<pre><code>{html.escape(self.text)}</code></pre>"
 
 
 @dataclass(frozen=True)
@@ -41,14 +77,15 @@ class Facts:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table. Columns of numbers are aligned to the right."""
+    """A table. Columns of numbers are aligned to the right, unless it is said which are."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
+    right: Sequence[bool] | None = None
 
     def html(self) -> str:
-        kinds = [" class='number'" if all(map(_is_number, column)) else "" for column in zip(*self.rows, strict=True)]
-        kinds = kinds or [""] * len(self.headings)
+        right = self.right or [all(map(_is_number, column)) for column in zip(*self.rows, strict=True)]
+        kinds = [" class='number'" if numbers else "" for numbers in right] or [""] * len(self.headings)
 
         def line(cells: Sequence[str], tag: str) -> str:
             parts = zip(cells, kinds, strict=True)
@@ -72,13 +109,18 @@ class Picture:
         return f"<figure><img alt='{html.escape(self.alt, quote=True)}' src='{source}'>{caption}</figure>"
 
 
+Part = Text | Marked | Code | Facts | Grid | Picture
+
+
 @dataclass(frozen=True)
 class Section:
-    title: str
-    parts: Sequence[Text | Facts | Grid | Picture] = field(default_factory=tuple)
+    title: str  # "" for none
+    parts: Sequence[Part] = field(default_factory=tuple)
+    level: int = 2  # of the heading
 
     def html(self) -> str:
-        return f"<section><h2>{html.escape(self.title)}</h2>{''.join(part.html() for part in self.parts)}</section>"
+        heading = f"<h{self.level}>{html.escape(self.title)}</h{self.level}>" if self.title else ""
+        return f"<section>{heading}{''.join(part.html() for part in self.parts)}</section>"
 
 
 def page(title: str, lead: str, sections: Sequence[Section]) -> str:
@@ -96,6 +138,28 @@ def page(title: str, lead: str, sections: Sequence[Section]) -> str:
         f"<title>{html.escape(title)}</title><style>{style}</style></head>"
         f"<body><main><h1>{html.escape(title)}</h1><p class='lead'>{html.escape(lead)}</p>{body}</main></body></html>\n"
     )
+
+
+def write_page(folder: Path, title: str, lead: str, sections: Sequence[Section]) -> Path:
+    """The page as `report.html` in the folder."""
+    file = folder / NAME
+    file.write_text(page(title, lead, sections), encoding="utf-8")
+    return file
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested settings as lines, without those that are None.
+
+    >>> flat({"run": {"lr": 0.1, "seed": None}, "data": "mnist"})
+    [('run.lr', '0.1'), ('data', 'mnist')]
+    """
+    rows: list[tuple[str, str]] = []
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            rows += flat(value, f"{prefix}{name}.")
+        elif value is not None:
+            rows.append((prefix + name, value if isinstance(value, str) else json.dumps(value)))
+    return rows
 
 
 def picture(figure: Figure, alt: str, caption: str = "") -> Picture:

