@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 from contextlib import closing
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ import dpkfc
 from dpkfc.accounting.calibrate import epsilon_spent
 from dpkfc.accounting.events import Mechanism
 from dpkfc.accounting.ledger import Ledger, LedgerRun
-from dpkfc.cli import app
+from dpkfc.cli import EXPERIMENTS, app
 from dpkfc.report.ledger_table import ledger_tables, upper
 
 PLAN = Mechanism(1.0, 16.0, 100)
@@ -189,3 +191,14 @@ def test_plan_compares_noises_and_states_the_privacy_of_the_best() -> None:
 def test_a_plan_that_cannot_be_is_refused(arguments: tuple[object, ...], message: str) -> None:
     code, _, errors = run("plan", *arguments)
     assert code == 2 and message in errors and len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_can_be_run(name: str) -> None:
+    module = import_module(f"dpkfc.experiments.{EXPERIMENTS[name]}")
+    assert hasattr(module, "STUDY") or list(signature(module.run).parameters)[:3] == ["out", "quick", "console"]
+
+
+def test_what_an_experiment_misses_is_said_in_one_line(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["reproduce", "fig2", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2 and "is missing" in result.stderr and "Traceback" not in result.stderr

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
+from dpkfc import cli_train, cli_tune
 from dpkfc.accounting.ledger import read
-from dpkfc.cli_train import register
 from dpkfc.errors import PrivacyError
 from dpkfc.report.ledger_table import ledger_tables
 
@@ -30,7 +30,8 @@ class Commands(TyperGroup):
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode="rich", add_completion=False)
-register(app)
+cli_train.register(app)
+cli_tune.register(app)
 
 
 @app.callback()
@@ -136,13 +137,20 @@ def ledger(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(help="The folder of a finished run of dpkfc train.", show_default=False)],
+    folder: Annotated[
+        Path,
+        typer.Argument(help="The folder of a finished run of dpkfc train, or of dpkfc reproduce.", show_default=False),
+    ],
 ) -> None:
     """Write the report of a run, one HTML file: its privacy in plain words, what it learned, and how.
+
+    Or the report of an experiment: its tables and figures.
 
     [bold]Examples[/bold]
 
     [cyan]dpkfc report runs/digits[/cyan]
+
+    [cyan]dpkfc report results/table1[/cyan]
     """
     from dpkfc.report.run_report import write_report
 
@@ -152,11 +160,14 @@ def report(
 EXPERIMENTS = {  # the names of the paper's tables and figures, or of what is compared
     "table1": "optimizers",
     "table2": "transfer",
+    "table5": "tasks",
     "table6": "optimizers",
     "table7": "sensitivity",
     "fig1": "layer_snr",
     "fig2": "spectra",
     "fig3": "alignment",
+    "fig4": "tasks",
+    "fig5": "tasks",
     "fig6": "spectra",
     "fig7": "density",
     "fig8": "alignment",
@@ -181,13 +192,14 @@ def reproduce(
     name: Annotated[str, typer.Argument(help=f"The experiment: {', '.join(EXPERIMENTS)}.", show_default=False)],
     quick: Annotated[bool, typer.Option("--quick", help="A small part of it, in seconds or minutes.")] = False,
     data_dir: Annotated[
-        Path | None, typer.Option(help="The folder with mnist/ and fashion-mnist/.", show_default="$DPKFC_DATA")
+        Path | None, typer.Option(help="The folder with the data sets: see dpkfc data.", show_default="$DPKFC_DATA")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder for results.", show_default="results/NAME")] = None,
 ) -> None:
-    """Run a published comparison again: print its tables, write them and its figure.
+    """Run a published comparison again: print its tables, write them, its figures and a report.
 
-    A run that was interrupted continues where it stopped.
+    A run that was interrupted continues where it stopped. table1 to table7 and fig1 to fig11 are the paper's, falsify,
+    probe-spectrum and non-stationary answer its reviewers.
 
     [bold]Examples[/bold]
 
@@ -195,16 +207,25 @@ def reproduce(
 
     [cyan]dpkfc reproduce bsr-error --out results/bsr-error[/cyan]
 
+    [cyan]dpkfc reproduce fig2 --data-dir DATA[/cyan]              spectra of the factors: minutes
+
     [cyan]dpkfc reproduce table1 --data-dir DATA[/cyan]            private optimizers on MNIST: many hours
     """
     if name not in EXPERIMENTS:
         raise PrivacyError(f"{name!r} is not an experiment: choose from {', '.join(EXPERIMENTS)}")
-    module, folder = import_module(f"dpkfc.experiments.{EXPERIMENTS[name]}"), out or Path("results") / name
-    if hasattr(module, "STUDY"):
-        from dpkfc.experiments.study import reproduce
+    from dpkfc.report.run_report import write_report
 
-        reproduce(module.STUDY, folder, quick, Console(), data_dir)
-    elif "data_dir" in signature(module.run).parameters:
-        module.run(folder, quick, Console(), data_dir)
-    else:
-        module.run(folder, quick, Console())
+    module, folder = import_module(f"dpkfc.experiments.{EXPERIMENTS[name]}"), out or Path("results") / name
+    console = Console()
+    try:
+        if hasattr(module, "STUDY"):
+            from dpkfc.experiments.study import reproduce
+
+            reproduce(module.STUDY, folder, quick, console, data_dir)
+        elif "data_dir" in signature(module.run).parameters:
+            module.run(folder, quick, console, data_dir)
+        else:
+            module.run(folder, quick, console)
+    except (OSError, ValueError) as error:
+        raise PrivacyError(str(error)) from error
+    console.print(f"[bold]{write_report(folder)}[/bold]", soft_wrap=True, highlight=False)

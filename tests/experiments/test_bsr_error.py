@@ -132,9 +132,16 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run(tmp_path, True, quiet())
 
 
-def test_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     called: list[tuple[Path, bool]] = []
-    monkeypatch.setattr(bsr_error, "run", lambda out, quick, console: called.append((out, quick)))
+
+    def fake(out: Path, quick: bool, console: Console) -> None:
+        called.append((out, quick))
+        out.mkdir(parents=True)
+        (out / "bsr-error.md").write_text("# Found\n")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bsr_error, "run", fake)
     assert CliRunner().invoke(app, ["reproduce", "bsr-error"]).exit_code == 0
     assert CliRunner().invoke(app, ["reproduce", "bsr-error", "--quick", "--out", "here"]).exit_code == 0
     assert called == [(Path("results/bsr-error"), False), (Path("here"), True)]

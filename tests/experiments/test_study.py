@@ -367,9 +367,19 @@ def test_a_reproduction_without_data_says_what_is_missing(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("name", "study"), [("table1", optimizers.STUDY), ("geometry", geometry.STUDY)])
-def test_a_study_from_the_command_line(name: str, study: experiment.Study, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_from_the_command_line(
+    name: str, study: experiment.Study, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     called: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(experiment, "reproduce", lambda *given: called.append(given))
+
+    def fake(*given: Any) -> None:
+        called.append(given)
+        given[1].mkdir(parents=True)
+        (given[1] / "accuracy.md").write_text("# Found\n")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(experiment, "reproduce", fake)
     assert CliRunner().invoke(app, ["reproduce", name, "--quick", "--data-dir", "data"]).exit_code == 0
     (chosen, out, quick, _, data_dir) = called[0]
     assert chosen is study and (out, quick, data_dir) == (Path("results") / name, True, Path("data"))
+    assert "Found" in (tmp_path / out / "report.html").read_text()

@@ -97,7 +97,7 @@ def _pretrained(
     _checked(whole, name, shape, classes, torch.long if kind == "text" else torch.float32)
     if way != "frozen":
         return Built(name, whole, None, probe)
-    features = backbone.features(encoder)
+    features: Callable[[Any], Tensor] = backbone.features(encoder)
     return Built(name, _linear(encoder.width, classes), features, Through(probe, features))
 
 
