@@ -44,6 +44,8 @@ def dpkfc() -> None:
 
     [cyan]dpkfc train people.csv --target ill --schema schema.json --epsilon 3[/cyan]   train on your own data
 
+    [cyan]dpkfc tune people.csv --target ill --schema schema.json --epsilon 3[/cyan]    the same, with settings tuned
+
     [cyan]dpkfc plan 60000[/cyan]           what noise a run needs, and which kind disturbs the model least
 
     [cyan]dpkfc ledger privacy.db[/cyan]    what was spent on which data set
@@ -139,7 +141,7 @@ def ledger(
 def report(
     folder: Annotated[
         Path,
-        typer.Argument(help="The folder of a finished run of dpkfc train, or of dpkfc reproduce.", show_default=False),
+        typer.Argument(help="The folder of dpkfc train, tune or reproduce.", show_default=False),
     ],
 ) -> None:
     """Write the report of a run, one HTML file: its privacy in plain words, what it learned, and how.

@@ -303,6 +303,7 @@ def plot(sweeps: Sequence[Sweep], file: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
     order = list(STYLES)
@@ -325,6 +326,10 @@ def plot(sweeps: Sequence[Sweep], file: Path) -> None:
     half = max(math.sqrt(high / low) for low, high in ends)
     for panel, (low, high) in zip(panels, ends, strict=True):
         panel.set_xlim(math.sqrt(low * high) / half, math.sqrt(low * high) * half)
+        if half < 10:
+            panel.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            panel.xaxis.set_major_formatter("{x:g}")
+            panel.xaxis.set_minor_formatter(NullFormatter())
     entries = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
     figure.legend(entries.values(), entries.keys(), ncols=len(entries), loc="outside upper center", fontsize=8)
     figure.savefig(file, dpi=150)
