@@ -336,6 +336,22 @@ def test_other_models_run_through_the_same_loop(load: experiment.Load, model: st
     assert result.steps == 1 and result.epsilon == pytest.approx(3.0, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    "probe", [{"sparse": {"nonzeros": 3}}, {"pool": "noise"}, {"public": "noise"}], ids=lambda probe: next(iter(probe))
+)
+def test_probes_for_features(monkeypatch: pytest.MonkeyPatch, probe: dict[str, Any]) -> None:
+    """Records that are rows of features, with sparse rows or rows of their own kind as probes."""
+    generator = torch.Generator().manual_seed(0)
+    rows = TensorDataset(torch.rand(80, 12, generator=generator), torch.randint(2, (80,), generator=generator))
+    monkeypatch.setitem(experiment.DATASETS, "rows", (("no", "yes"), lambda data_dir: (rows, rows)))
+    setting = replace(SETTING, dataset="rows", model="linear", geometry={"probe": probe, "probes": 16})
+    assert train(setting, lambda dataset, scaling: (rows, rows)).epsilon == pytest.approx(3.0, abs=0.01)
+    narrow = TensorDataset(rows.tensors[0][:, :5], rows.tensors[1])
+    if "sparse" not in probe:
+        with pytest.raises(ValueError, match=r"\(5,\) are no probes for records of \(12,\)"):
+            train(setting, lambda dataset, scaling: (rows, rows) if dataset == "rows" else (narrow, narrow))
+
+
 def test_the_geometry_of_the_private_records_is_not_private(load: experiment.Load) -> None:
     setting = replace(SETTING, geometry={"probe": {"oracle": "records"}, "probes": 16})
     with warnings.catch_warnings():

@@ -149,13 +149,14 @@ def report(study: Study, rows: Sequence[Row], folder: Path, console: Console) ->
         [
             "# Geometry from noise against geometry from the private records",
             "    dpkfc reproduce falsify",
+            finding(ends, ways),
             "Accuracy less that of the oracle, whose factors come from the private records (so it is not private), at "
             "the same noise, batches and first weights: mean over seeds and its 95% interval. At the end: test "
             "accuracy after one epoch (mlp) or half a one (cnn). On the way: the mean over eight times of the run, for "
             "how fast it converges. "
             f"Materially: the interval lies beyond ±{MARGIN:g} points. Accuracies and tries are in accuracy.md.",
             markdown_table(headings, cells, left=2),
-            finding(ends, ways),
+            "![accuracy on the way, by arm](falsify.png)",
         ]
     )
     publish(folder / "falsify", text + "\n", console, partial(plot, study, rows))

@@ -60,12 +60,12 @@ def report(study: Study, rows: Sequence[Row], folder: Path, console: Console) ->
     text = [
         "# Inputs that are unlike natural images",
         "    dpkfc reproduce non-stationary",
+        finding(gaps["oracle"], gaps["dp-sgd"]),
         "FashionMNIST, its images changed so that pink noise is a wrong guess. Test accuracy, %, at epsilon 1, after "
         "one epoch by the perceptron and half a one by the CNN: mean ± standard deviation over seeds.",
         markdown_table(["images, model", *GEOMETRIES], cells),
         "Synthetic geometry less the oracle's, and less DP-SGD, within a seed, in points: mean and 95% interval.",
         markdown_table(["images, model", "less the oracle", "", "less DP-SGD", ""], differences),
-        finding(gaps["oracle"], gaps["dp-sgd"]),
         "![test accuracy by images and arm](non-stationary.png)",
     ]
     publish(folder / "non-stationary", "\n\n".join(text) + "\n", console, partial(plot, tasks, tests))
@@ -102,6 +102,7 @@ def plot(tasks: Sequence[str], tests: Mapping[tuple[str, str], Mapping[int, floa
 
     figure, panel = plt.subplots(figsize=(8, 1.2 + 0.55 * len(tasks)), layout="constrained")
     for place, task in enumerate(tasks):
+        panel.axhline(place + 0.5, color="lightgray", linewidth=0.8)
         for number, arm in enumerate(GEOMETRIES):
             values = [100 * value for value in tests[task, arm].values()]
             height = place + 0.17 * (number - 1.5)

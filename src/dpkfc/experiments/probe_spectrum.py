@@ -124,6 +124,7 @@ def report(study: Study, rows: Sequence[Row], folder: Path, console: Console) ->
     text = [
         "# What probes must look like",
         "    dpkfc reproduce probe-spectrum",
+        finding(found),
         "Test accuracy, %, of short runs at epsilon 1, by the exponent alpha of the probes' power spectrum "
         "1/f^alpha; mean ± standard deviation over seeds. Dark: images of mean 0. Bright: of the mean that pixels are "
         "guessed to have. Varying: of different brightness. Colour: bright, with channels alike. DP-SGD and the oracle "
@@ -131,7 +132,6 @@ def report(study: Study, rows: Sequence[Row], folder: Path, console: Console) ->
         markdown_table(["task", "probes", *(f"alpha {alpha:g}" for alpha in ALPHAS)], lines, left=2),
         "What each choice is worth, within a seed, in points: mean and 95% interval.",
         markdown_table(["task", "choice", "arms", "points", "verdict"], asked, left=3),
-        finding(found),
         "![test accuracy by alpha](probe-spectrum.png)",
     ]
     publish(folder / "probe-spectrum", "\n\n".join(text) + "\n", console, partial(plot, study, tests))
@@ -147,7 +147,7 @@ def finding(found: Mapping[tuple[str, str], Difference]) -> str:
             material = [task for task, difference in here.items() if verdict(difference).startswith("materially")]
             where = f"material on {', '.join(material)}" if material else "nowhere material"
             told.append(f"- {question}: {min(means):+.1f} to {max(means):+.1f} points, {where}")
-    return "\n".join(told) or "Too few runs for a finding."
+    return "\n".join(["What each choice is worth:\n", *told]) if told else "Too few runs for a finding."
 
 
 def plot(study: Study, tests: Mapping[tuple[str, str], Mapping[int, float]], file: Path) -> None:

@@ -272,7 +272,7 @@ def _write(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """At once or not at all, so that an interrupted run leaves a file that can be read."""
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_suffix(".part")
-    draft.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    draft.write_text("[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]\n")
     draft.replace(file)
 
 
