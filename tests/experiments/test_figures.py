@@ -538,9 +538,10 @@ def test_a_figure_is_written_and_not_measured_twice(
     monkeypatch.setattr(module, "measure", measure)
     if module is spectra:
         monkeypatch.setattr(spectra, "LAYERS", {"MLP": {"1": "fc1"}})  # one panel is like another
+        monkeypatch.setattr(spectra, "EXAMPLES", {"MLP": "fc2"})
     if module is alignment:
         monkeypatch.setattr(alignment, "plot_factors", alignment.plot_ends)  # and one layer like another
-    if module is not density:
+    else:
         monkeypatch.setattr(module, "finish", roughly)
     if not quick:
         monkeypatch.setattr(module, "can_draw", lambda console: False)  # the same pictures, once more

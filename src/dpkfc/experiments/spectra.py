@@ -280,7 +280,7 @@ def _cell(shape: list[float], scale: list[float]) -> str:
 
 def plot_examples(found: Mapping[Setting, Any], file: Path) -> None:
     """Figure 2: a layer of each architecture; before training above, after it below."""
-    figure, panels = new_figure(2, 3, 11, 7)
+    figure, panels = new_figure(len(STATES), len(EXAMPLES), 3.7 * len(EXAMPLES), 7)
     for column, (model, layer) in enumerate(EXAMPLES.items()):
         for row, state in enumerate(STATES):
             _curves(panels[row][column], found, model, layer, row)
