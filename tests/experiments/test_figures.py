@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 import dpkfc
 from dpkfc.diagnostics.step import Step
-from dpkfc.experiments import alignment, density, layer_snr, sources, spectra
+from dpkfc.experiments import alignment, density, figures, layer_snr, sources, spectra
 from dpkfc.experiments.sources import (
     BRIGHT,
     LAYERS,
@@ -199,11 +199,11 @@ def test_results_are_kept_as_they_come(tmp_path: Path) -> None:
 
     settings = [Sized(1), Sized(2), Sized(3)]
     with pytest.raises(KeyboardInterrupt):
-        sources.evaluate(settings, measure, file, QUIET)
+        figures.evaluate(settings, measure, file, QUIET)
     assert [row["result"]["twice"] for row in json.loads(file.read_text())] == [2, 4]
-    assert sources.evaluate(settings, measure, file, QUIET) == {one: {"twice": 2 * one.size} for one in settings}
+    assert figures.evaluate(settings, measure, file, QUIET) == {one: {"twice": 2 * one.size} for one in settings}
     assert asked == [1, 2, 3, 3]
-    sources.evaluate([Sized(1, ("a",))], measure, file, QUIET)
+    figures.evaluate([Sized(1, ("a",))], measure, file, QUIET)
     assert asked == [1, 2, 3, 3, 1], "another setting has another key"
 
 
@@ -212,7 +212,7 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, content: str) -> No
     file = tmp_path / "some.json"
     file.write_text(content)
     with pytest.raises(dpkfc.PrivacyError, match="remove it"):
-        sources.evaluate([Sized(1)], lambda setting, on_step: {}, file, QUIET)
+        figures.evaluate([Sized(1)], lambda setting, on_step: {}, file, QUIET)
 
 
 # -- spectra
@@ -553,7 +553,7 @@ def test_a_figure_is_written_and_not_measured_twice(
     assert all(setting.run.looks[-1] < 10 for setting in settings) == quick
     page = (tmp_path / f"{name}.md").read_text()
     assert f"dpkfc reproduce {dict(zip(MODULES, ('fig3', 'fig7', 'fig1', 'fig2'), strict=True))[module]}" in page
-    assert ("--quick" in page) == quick and "tatements that hold here" in page and "| holds: " in page
+    assert ("--quick" in page) == quick and "statements" in page and "| holds: " in page
     pictures = [line.split("](")[1][:-1] for line in page.splitlines() if line.startswith("![")]
     assert pictures and all(
         (tmp_path / file).exists() == (quick and bool(find_spec("matplotlib"))) for file in pictures
@@ -561,7 +561,7 @@ def test_a_figure_is_written_and_not_measured_twice(
 
 
 def test_without_matplotlib_there_is_a_page_and_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "find_spec", lambda name: None)
+    monkeypatch.setattr(figures, "find_spec", lambda name: None)
     console = Console(record=True, file=io.StringIO())
-    assert not sources.can_draw(console)
+    assert not figures.can_draw(console)
     assert "pip install matplotlib" in console.export_text()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,6 +19,21 @@ from torch import nn
 
 import dpkfc
 from dpkfc.diagnostics import Quadrature, hessian_density
+from dpkfc.experiments.figures import (
+    Claim,
+    OnStep,
+    about_runs,
+    along,
+    can_draw,
+    claim_table,
+    draw_range,
+    evaluate,
+    finish,
+    new_figure,
+    spread,
+    text_table,
+    write_page,
+)
 from dpkfc.experiments.sources import (
     ABOUT,
     MATCHED,
@@ -28,25 +44,14 @@ from dpkfc.experiments.sources import (
     RATES,
     SEEDS,
     STANDARDISED,
+    STYLES,
     SYNTHETIC,
     WHITE,
-    Claim,
-    OnStep,
     Run,
     Task,
-    about_runs,
-    can_draw,
-    claim_table,
-    draw_range,
-    evaluate,
-    finish,
     fresh,
     load,
-    new_figure,
-    spread,
-    text_table,
     through_training,
-    write_page,
 )
 from dpkfc.experiments.spectra import CLOSE, MARGINAL, STATES, distance, logarithms
 from dpkfc.experiments.study import accuracy
@@ -163,52 +168,46 @@ def compare(found: Found) -> Compared:
 def check(compared: Compared) -> list[Claim]:
     places = [(model, state) for model, state, name in compared if name == SYNTHETIC]
     shapes = {name: [fmean(compared[*place, name].shape) for place in places] for name in COMPARED}
-    near = [shape <= CLOSE for shape in shapes[SYNTHETIC]]
     public = [
         abs(x - y) for name in (MATCHED, MISMATCHED) for x, y in zip(shapes[name], shapes[SYNTHETIC], strict=True)
     ]
     white = [abs(x - y) for x, y in zip(shapes[WHITE], shapes[SYNTHETIC], strict=True)]
     largest = [_middle(compared[*place, SYNTHETIC].largest) for place in places]
     scales = [_middle(compared[*place, SYNTHETIC].scale) for place in places if place[1] == STATES[1]]
-
-    def shown(values: Sequence[float], form: str = ".2f") -> str:
-        return ", ".join(f"{' '.join(place)} {value:{form}}" for place, value in zip(places, values, strict=True))
-
+    shown = partial(along, places)
     return [
         Claim(
             "“The Synthetic DP-KFC estimator … tracks the decay profile of the Oracle spectrum … across all "
             "architectures”",
             f"shape within {CLOSE} decades (a factor of 2), before and after training",
-            f"in {sum(near)} of {len(near)}: {shown(shapes[SYNTHETIC])}; other private images, for comparison: "
-            f"{shown(shapes[OTHERS])}",
-            all(near),
+            f"{shown(shapes[SYNTHETIC])}; other private images, for comparison: {shown(shapes[OTHERS])}",
+            [shape <= CLOSE for shape in shapes[SYNTHETIC]],
         ),
         Claim(
             "“Public data sources … show similar alignment”",
             f"shapes of both public sources within {MARGINAL} decades of that of synthetic",
-            f"in {sum(x <= MARGINAL for x in public)} of {len(public)}; matched: {shown(shapes[MATCHED])}; mismatched: "
-            f"{shown(shapes[MISMATCHED])}",
-            all(x <= MARGINAL for x in public),
+            f"matched: {shown(shapes[MATCHED])}; mismatched: {shown(shapes[MISMATCHED])}",
+            [x <= MARGINAL for x in public],
         ),
         Claim(
             "“the support of the noise-estimated spectrum matches the true private spectrum across different "
             "architectures”",
             "largest eigenvalue by magnitude within a factor of 2 of the oracle's",
-            f"in {sum(map(_alike, largest))} of {len(largest)}: {shown(largest, '.2g')}",
-            all(map(_alike, largest)),
+            shown(largest, ".2g"),
+            list(map(_alike, largest)),
         ),
         Claim(
             "“network structure primarily determines the eigenvalue distribution”",
             f"then inputs without any structure do as well: white noise within {MARGINAL} decades of pink noise",
-            f"in {sum(x <= MARGINAL for x in white)} of {len(white)}; apart by up to {max(white):.2f}",
-            all(x <= MARGINAL for x in white),
+            f"apart by up to {max(white):.2f}",
+            [x <= MARGINAL for x in white],
         ),
         Claim(
             "“the scale alignment, which is what the clipping norm relies on, remains accurate throughout (Figs. 3, "
             "7)”",
             "scale of synthetic within a factor of 2 of the oracle's after training",
-            f"in {sum(map(_alike, scales))} of {len(scales)}: × {min(scales):.2g} to × {max(scales):.2g}",
-            all(map(_alike, scales)),
+            f"× {min(scales):.2g} to × {max(scales):.2g}",
+            list(map(_alike, scales)),
         ),
     ]
 
@@ -240,7 +239,7 @@ def plot(found: Found, file: Path) -> None:
             for source in (ORACLE, *COMPARED):
                 ranks, _ = magnitudes(chosen[0][row]["quadratures"][source])
                 logs = [magnitudes(looks[row]["quadratures"][source])[1] for looks in chosen]
-                draw_range(panel, ranks, logs, source)
+                draw_range(panel, ranks, logs, source, STYLES[source])
             panel.set_title(f"{model}, {state}", fontsize=10)
             if row:
                 panel.set_xlabel("rank")

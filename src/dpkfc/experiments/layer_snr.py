@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal
@@ -25,26 +26,29 @@ from dpkfc.data.cifar import SIDE, cifar10
 from dpkfc.diagnostics.passes import Examples, watched
 from dpkfc.diagnostics.step import Step, step_of
 from dpkfc.errors import PrivacyError
+from dpkfc.experiments.figures import (
+    Claim,
+    OnStep,
+    along,
+    can_draw,
+    claim_table,
+    evaluate,
+    finish,
+    new_figure,
+    plain_ticks,
+    spread,
+    text_table,
+    write_page,
+)
 from dpkfc.experiments.sources import (
     BRIGHT,
     LAYERS,
     SEEDS,
     STYLES,
     SYNTHETIC,
-    Claim,
-    OnStep,
     Run,
-    can_draw,
-    claim_table,
-    evaluate,
-    finish,
-    new_figure,
     oracle,
-    plain_ticks,
-    spread,
-    text_table,
     through_training,
-    write_page,
 )
 from dpkfc.experiments.study import accuracy
 from dpkfc.geometry.identity import Geometry
@@ -219,40 +223,32 @@ def check(found: Found) -> list[Claim]:
         higher.append(sum(kfc[layer] > sgd[layer] for layer in sgd) / len(sgd))
         gains.append(math.exp(fmean(math.log(kfc[layer] / sgd[layer]) for layer in sgd)))
         apart.append(max(max(kfc[layer] / proxy[layer], proxy[layer] / kfc[layer]) for layer in kfc))
-    flatter = [x < y for x, y in zip(uneven[KFC], uneven[SGD], strict=True)]
-
-    def shown(values: Sequence[float], form: str) -> str:
-        """The models in turn, each at the start, in the middle and at the end."""
-        count = len(WHEN)
-        parts = {model: values[count * number : count * (number + 1)] for number, model in enumerate(MODELS)}
-        return ", ".join(f"{model} {' → '.join(f'{x:{form}}' for x in part)}" for model, part in parts.items())
-
+    shown = partial(along, places)
     return [
         Claim(
             "“Standard DP-SGD … suffers from signal collapse”",
             "its best layer has more than ten times the signal to noise of its worst, for both models at every look",
             f"best over worst: {shown(uneven[SGD], '.3g')}",
-            all(x > 10 for x in uneven[SGD]),
+            [x > 10 for x in uneven[SGD]],
         ),
         Claim(
             "“DP-KFC reaches an optimal SNR profile across both local convolution and global attention "
             "architectures”: is it even?",
             "best over worst layer is smaller than with DP-SGD, at every look",
-            f"at {sum(flatter)} of {len(flatter)}: {shown(uneven[KFC], '.3g')}; by A alone: "
-            f"{shown(uneven[HALF], '.3g')}",
-            all(flatter),
+            f"{shown(uneven[KFC], '.3g')}; by A alone: {shown(uneven[HALF], '.3g')}",
+            [x < y for x, y in zip(uneven[KFC], uneven[SGD], strict=True)],
         ),
         Claim(
             "the same: is it higher?",
             "signal to noise is higher than with DP-SGD in more than half of the layers, at every look",
             f"part of the layers: {shown(higher, '.0%')}; gain, geometric mean over the layers: {shown(gains, '.2f')}",
-            all(part > 0.5 for part in higher),
+            [part > 0.5 for part in higher],
         ),
         Claim(
             "“matching the geometry of data-dependent proxies … without accessing external data”",
             f"synthetic within a factor of {ALIKE} of the oracle's geometry in every layer, at every look",
-            f"at {sum(x <= ALIKE for x in apart)} of {len(apart)}; largest factor: {shown(apart, '.2f')}",
-            all(x <= ALIKE for x in apart),
+            f"largest factor: {shown(apart, '.2f')}",
+            [x <= ALIKE for x in apart],
         ),
     ]
 

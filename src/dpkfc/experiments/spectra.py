@@ -24,6 +24,22 @@ from torch import nn
 
 import dpkfc
 from dpkfc.diagnostics import kronecker_spectrum
+from dpkfc.experiments.figures import (
+    Claim,
+    OnStep,
+    about_runs,
+    along,
+    by_inputs,
+    can_draw,
+    claim_table,
+    draw_range,
+    evaluate,
+    finish,
+    new_figure,
+    spread,
+    text_table,
+    write_page,
+)
 from dpkfc.experiments.sources import (
     ABOUT,
     INPUTS,
@@ -34,26 +50,14 @@ from dpkfc.experiments.sources import (
     ORACLE,
     RATES,
     SEEDS,
+    STYLES,
     SYNTHETIC,
     WHITE,
-    Claim,
-    OnStep,
     Run,
     Task,
-    about_runs,
-    by_inputs,
-    can_draw,
-    claim_table,
-    draw_range,
-    evaluate,
-    finish,
     fresh,
     load,
-    new_figure,
-    spread,
-    text_table,
     through_training,
-    write_page,
 )
 from dpkfc.experiments.study import accuracy
 from dpkfc.plan import Plan
@@ -187,17 +191,12 @@ def mean_shapes(shapes: Shapes, source: str) -> dict[tuple[str, str], list[float
 
 def check(shapes: Shapes) -> list[Claim]:
     means = {name: {key: fmean(seeds) for key, seeds in mean_shapes(shapes, name).items()} for name in LOOKED_AT}
-    pairs = {
-        name: ", ".join(f"{model} {state} {value:.2f}" for (model, state), value in found.items())
-        for name, found in means.items()
-    }
     places = list(means[SYNTHETIC])
+    shown = {name: along(places, list(found.values())) for name, found in means.items()}
 
     def closer(one: str, other: str) -> list[bool]:
         return [means[one][place] < means[other][place] for place in places]
 
-    matching = [any(pair) for pair in zip(closer(SYNTHETIC, MATCHED), closer(SYNTHETIC, MISMATCHED), strict=True)]
-    near = [means[SYNTHETIC][place] <= CLOSE for place in places]
     behind = [means[SYNTHETIC][place] - means[MATCHED][place] for place in places]
     white = [means[WHITE][place] - means[SYNTHETIC][place] for place in places]
     scales = [
@@ -208,42 +207,38 @@ def check(shapes: Shapes) -> list[Claim]:
             "“Domain-matched public data … aligns closely with the private oracle … Domain-mismatched data … shows "
             "larger deviation”",
             "matched is closer in shape than mismatched, for every architecture before and after training",
-            f"in {sum(closer(MATCHED, MISMATCHED))} of {len(places)}; matched: {pairs[MATCHED]}; mismatched: "
-            f"{pairs[MISMATCHED]}",
-            all(closer(MATCHED, MISMATCHED)),
+            f"matched: {shown[MATCHED]}; mismatched: {shown[MISMATCHED]}",
+            closer(MATCHED, MISMATCHED),
         ),
         Claim(
             "“Synthetic DP-KFC … captures the eigenvalue decay across architecture types”",
             f"shape of synthetic within {CLOSE} decades (a factor of 2) of the oracle's, on average over the layers",
-            f"in {sum(near)} of {len(near)}: {pairs[SYNTHETIC]}",
-            all(near),
+            shown[SYNTHETIC],
+            [means[SYNTHETIC][place] <= CLOSE for place in places],
         ),
         Claim(
             "“recovers the eigenvalue decay …, matching public data baselines”",
             "synthetic is closer in shape than the farther of the two public sources",
-            f"in {sum(matching)} of {len(places)}",
-            all(matching),
+            "by the figures above",
+            [any(pair) for pair in zip(closer(SYNTHETIC, MATCHED), closer(SYNTHETIC, MISMATCHED), strict=True)],
         ),
         Claim(
             "“Domain-matched public data (FashionMNIST) provides marginal improvement over synthetic noise”",
             f"matched is closer than synthetic, by at most {MARGINAL} decades",
-            f"in {sum(0 <= gap <= MARGINAL for gap in behind)} of {len(behind)}; it is closer by {min(behind):.2f} to "
-            f"{max(behind):.2f}",
-            all(0 <= gap <= MARGINAL for gap in behind),
+            f"it is closer by {min(behind):.2f} to {max(behind):.2f}",
+            [0 <= gap <= MARGINAL for gap in behind],
         ),
         Claim(
             "“network structure, not training data, primarily determines the eigenvalue distribution”",
             f"then inputs without any structure do as well: white noise within {MARGINAL} decades of pink noise",
-            f"in {sum(abs(gap) <= MARGINAL for gap in white)} of {len(white)}; white is farther by {min(white):.2f} to "
-            f"{max(white):.2f}",
-            all(abs(gap) <= MARGINAL for gap in white),
+            f"white is farther by {min(white):.2f} to {max(white):.2f}",
+            [abs(gap) <= MARGINAL for gap in white],
         ),
         Claim(
             "“the scale alignment, which is what the clipping norm relies on, remains accurate throughout”",
             "scale of synthetic within a factor of 2 of the oracle's in every layer after training",
-            f"in {sum(0.5 <= scale <= 2 for scale in scales) / len(scales):.0%} of layers and seeds; from "
-            f"× {min(scales):.2g} to × {max(scales):.2g}",
-            all(0.5 <= scale <= 2 for scale in scales),
+            f"layers and seeds, from × {min(scales):.2g} to × {max(scales):.2g}",
+            [0.5 <= scale <= 2 for scale in scales],
         ),
     ]
 
@@ -312,6 +307,7 @@ def _curves(panel: Axes, found: Mapping[Setting, Any], model: str, layer: str, s
     """A line a source."""
     chosen = [list(looks.values())[state] for setting, looks in found.items() if setting.run.model == model]
     for source in (ORACLE, *LOOKED_AT):
-        draw_range(panel, chosen[0]["ranks"][layer], [look["logs"][source][layer] for look in chosen], source)
-    largest = max(logs[layer][0] for look in chosen for logs in look["logs"].values())
+        logs = [look["logs"][source][layer] for look in chosen]
+        draw_range(panel, chosen[0]["ranks"][layer], logs, source, STYLES[source])
+    largest = max(one[layer][0] for look in chosen for one in look["logs"].values())
     panel.set_ylim(bottom=max(panel.get_ylim()[0], 10 ** (largest - SHOWN)))

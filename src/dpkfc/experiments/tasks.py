@@ -85,7 +85,11 @@ TASKS = {
         about="Sentiment of 25,000 film reviews, logistic regression on TF-IDF, as in the paper, but for the words: "
         "the 5,000 most frequent ones of SST-2 with the document frequencies there, not those of the private reviews. "
         "15 epochs, expected batches of 1,250. Probes: rows of 100 words by Zipf's law; public: AG News, as in the "
-        "paper, and SST-2.",
+        "paper, and SST-2.\n\n"
+        "What the tries do not count: the words of SST-2 were preferred to those of AG News by the accuracy of a "
+        "non-private model, seen on the test reviews and then on held-out ones (87.2 against 85.3 % or less). Batch "
+        "size, clip, rank and damping were chosen on held-out reviews, in about 110 runs of DP-SGD and 230 of DP-KFC. "
+        "The rates of the DP-KFC arms were moved up once, after three tries had their best at the edge.",
         common=HEAD | {"dataset": "imdb/tfidf-5000", "epochs": 15, "batch_size": 1250},
         records=25_000,
         arms={
@@ -118,7 +122,8 @@ TASKS = {
         "linear classifier on the frozen encoder all-MiniLM-L6-v2 (the paper: on bert-base-uncased). So the paper's "
         "figures are of another task. The encoder was itself trained on posts of StackOverflow, perhaps these: epsilon "
         "covers what the classifier learns from them. 30 epochs, expected batches of 1,000. Probes: token noise "
-        "through the encoder; public: AG News.",
+        "through the encoder; public: AG News. The rates were placed by 4 runs of DP-SGD and 24 of DP-KFC on held-out "
+        "titles, which the tries do not count.",
         common=HEAD | {"dataset": "stackoverflow/minilm", "batch_size": 1000, "validation": 3000},
         records=15_950,
         arms={
@@ -147,9 +152,9 @@ TASKS = {
         figure=4,
         heading="CIFAR-100, frozen EfficientNet-Lite0",
         about="A stand-in: a linear classifier on the frozen features of EfficientNet-Lite0, trained on ImageNet, at "
-        "96 pixels (the paper trains all of CrossViT-Tiny at 240). 50,000 images, 30 epochs, expected batches of "
-        "2,500. Probes: pink noise through the network; public: CIFAR-10.",
-        common=HEAD | {"dataset": "cifar-100/efficientnet", "batch_size": 2500},
+        "96 pixels (the paper trains all of CrossViT-Tiny at 240). 50,000 images, 8 epochs, expected batches of "
+        "1,250. Probes: pink noise through the network; public: CIFAR-10.",
+        common=HEAD | {"dataset": "cifar-100/efficientnet", "epochs": 8, "batch_size": 1250},
         records=50_000,
         arms={
             "dp-sgd": {},
@@ -158,10 +163,10 @@ TASKS = {
             "public dp-kfc": {"geometry": LINEAR | {"probe": {"public": "cifar-10/efficientnet"}}},
         },
         rates={
-            "dp-sgd": (0.05, 0.035, 0.07, 0.1),
+            "dp-sgd": (0.2, 0.14, 0.28, 0.4),
             "dp-adam": (2e-3, 1e-3, 4e-3, 8e-3),
-            "dp-kfc": (0.05, 0.035, 0.07, 0.1),
-            "public dp-kfc": (0.05, 0.035, 0.07, 0.1),
+            "dp-kfc": (0.2, 0.14, 0.28, 0.4),
+            "public dp-kfc": (0.2, 0.14, 0.28, 0.4),
         },
         paper=figures(
             EPSILONS[1:],
