@@ -136,10 +136,10 @@ def test_the_command_runs_resumes_and_reports(
     command = ["--data-dir", str(tmp_path), "--out", str(tmp_path / "out"), "--task", "imdb"]
     tasks.main(command)
     arms = TASKS["imdb"].arms
-    assert len(trained) == len(arms) * (4 + 5 * len(SEEDS))
+    assert len(trained) == len(arms) * (5 + 5 * len(SEEDS))
     assert {s.lr for s in trained if s.arm == "dp-sgd" and s.epsilon == 8 and not s.validation} == {32.0}
     tasks.main(command)
-    assert len(trained) == len(arms) * (4 + 5 * len(SEEDS)), "nothing is repeated"
+    assert len(trained) == len(arms) * (5 + 5 * len(SEEDS)), "nothing is repeated"
     markdown = (tmp_path / "out" / "accuracy.md").read_text()
     assert "| 8 | 40.20 ± 0.10 (3) [83.2] | 40.20 ± 0.10 (3) [86.0] |" in markdown
     assert "Without privacy: 91.00 ± 1.41 (2) [88.0]" in markdown
