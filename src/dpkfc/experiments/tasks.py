@@ -117,7 +117,7 @@ TASKS = {
     ),
     "stackoverflow": Task(
         figure=5,
-        heading="StackOverflow, frozen sentence encoder",
+        heading="StackOverflow, tags by a frozen MiniLM (the paper: next word, BERT)",
         about="A stand-in: which of 20 tags 15,950 titles of questions have (the paper predicts the next word), by a "
         "linear classifier on the frozen encoder all-MiniLM-L6-v2 (the paper: on bert-base-uncased). So the paper's "
         "figures are of another task. The encoder was itself trained on posts of StackOverflow, perhaps these: epsilon "
@@ -150,7 +150,7 @@ TASKS = {
     ),
     "cifar-100": Task(
         figure=4,
-        heading="CIFAR-100, frozen EfficientNet-Lite0",
+        heading="CIFAR-100, frozen EfficientNet-Lite0 (the paper: CrossViT)",
         about="A stand-in: a linear classifier on the frozen features of EfficientNet-Lite0, trained on ImageNet, at "
         "96 pixels (the paper trains all of CrossViT-Tiny at 240). 50,000 images, 8 epochs, expected batches of "
         "1,250. Probes: pink noise through the network; public: CIFAR-10.",

@@ -9,12 +9,12 @@ from statistics import fmean, stdev
 
 from dpkfc.report.accuracy_table import mean_and_spread
 
-COLOURS = {
-    "dp-sgd": "tab:blue",
-    "dp-adam": "tab:cyan",
-    "dp-kfc": "tab:red",
-    "public dp-kfc": "tab:purple",
-    "public dp-kfc (sst-2)": "tab:pink",
+LOOKS = {  # colour and marker
+    "dp-sgd": ("tab:blue", "o"),
+    "dp-adam": ("tab:cyan", "D"),
+    "dp-kfc": ("tab:red", "s"),
+    "public dp-kfc": ("tab:purple", "^"),
+    "public dp-kfc (sst-2)": ("tab:pink", "v"),
 }
 
 
@@ -75,10 +75,12 @@ def plot_panels(panels: Sequence[Panel], file: Path) -> None:
             ours = [point for point in panel.of(arm) if point.tests]
             means = [100 * fmean(point.tests) for point in ours]
             spread = [100 * stdev(point.tests) if len(point.tests) > 1 else 0.0 for point in ours]
-            xs = [point.epsilon for point in ours]
-            place.errorbar(xs, means, spread, marker="o", markersize=4, capsize=2, color=COLOURS[arm], label=arm)
-            papers = [(point.epsilon, point.paper) for point in panel.of(arm) if point.paper is not None]
-            place.plot(*zip(*papers, strict=True), "s", color=COLOURS[arm], fillstyle="none") if papers else None
+            (colour, marker), xs = LOOKS[arm], [point.epsilon for point in ours]
+            look = {"marker": marker, "markersize": 4, "capsize": 2, "linewidth": 1.2}
+            place.errorbar(xs, means, spread, color=colour, label=arm, **look)
+            papers = [point for point in panel.of(arm) if point.paper is not None]
+            xs, theirs = [point.epsilon for point in papers], [point.paper for point in papers]
+            place.plot(xs, theirs, marker, color=colour, fillstyle="none", markersize=7)
         if panel.plain:
             place.axhline(100 * fmean(panel.plain), linestyle="--", color="black", linewidth=1)
         place.axhline(panel.paper_plain, linestyle=":", color="grey", linewidth=1)
@@ -93,7 +95,7 @@ def plot_panels(panels: Sequence[Panel], file: Path) -> None:
     entries = {
         label: line for place in places[0] for line, label in zip(*place.get_legend_handles_labels(), strict=True)
     }
-    entries["the paper"] = Line2D([], [], marker="s", linestyle="none", color="grey", fillstyle="none")
+    entries["hollow: the paper"] = Line2D([], [], marker="s", linestyle="none", color="grey", fillstyle="none")
     entries["without privacy"] = Line2D([], [], linestyle="--", color="black", linewidth=1)
     entries["without privacy, the paper"] = Line2D([], [], linestyle=":", color="grey", linewidth=1)
     figure.legend(entries.values(), entries.keys(), ncols=4, loc="outside lower center", fontsize=8)
