@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import lru_cache
 from typing import Literal
 
 import dp_accounting as dp
@@ -42,7 +42,7 @@ def epsilon_spent(mechanisms: Sequence[Mechanism], delta: float, accountant: Acc
         raise PrivacyError(f"accountant={accountant!r}: choose 'pld' (tight) or 'rdp'")
     if not 0 < delta < 1:
         raise PrivacyError(f"delta={delta}: must lie strictly between 0 and 1; below 1/N is customary")
-    ran = [mechanism for mechanism in mechanisms if mechanism.steps]
+    ran = tuple(mechanism for mechanism in mechanisms if mechanism.steps)
     if any(mechanism.noise_multiplier == 0 or not mechanism.public_geometry for mechanism in ran):
         return math.inf
     accountant = _able(ran, accountant)
@@ -59,7 +59,8 @@ def _resolution(epsilon: float) -> float:
     return FINE * min(max(epsilon, 0.1), 10.0)
 
 
-def _bound(mechanisms: Sequence[Mechanism], delta: float, accountant: Accountant, resolution: float) -> float:
+@lru_cache(maxsize=1024)  # a run asks for the same epsilon in its statement, its ledger and its report
+def _bound(mechanisms: tuple[Mechanism, ...], delta: float, accountant: Accountant, resolution: float) -> float:
     relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
     selects = any(mechanism.best_of is not None for mechanism in mechanisms)
     analysis: dp.PrivacyAccountant = (
@@ -106,9 +107,8 @@ def calibrate_noise(
     fine = _resolution(epsilon)
     coarse = fine if accountant == "rdp" else 10 * fine  # RDP has no grid
 
-    @cache
     def excess(noise: float, resolution: float) -> float:
-        return _bound([mechanism(noise)], delta, accountant, resolution) - epsilon
+        return _bound((mechanism(noise),), delta, accountant, resolution) - epsilon
 
     def root(guess: float, factor: float, resolution: float) -> float:
         low = high = guess

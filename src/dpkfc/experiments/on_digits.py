@@ -18,8 +18,6 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 import dpkfc
-from dpkfc.accounting.calibrate import epsilon_spent
-from dpkfc.accounting.events import Mechanism
 from dpkfc.data.digits import digits
 from dpkfc.experiments.study import Data, accuracy, read, split
 
@@ -55,11 +53,6 @@ def pink() -> dpkfc.PinkNoise:
     return dpkfc.PinkNoise(shape=SHAPE, classes=CLASSES, mean=0.3, std=0.3)
 
 
-@cache  # it does not depend on clip or learning rate, and takes as long as training does
-def epsilon_of(mechanism: Mechanism, delta: float) -> float:
-    return epsilon_spent([mechanism], delta, "pld")
-
-
 def train(
     model: nn.Module, optimizer: Optimizer, *, seed: int, averaged: AveragedModel | None = None, **arguments: Any
 ) -> Result:
@@ -76,7 +69,7 @@ def train(
     return Result(
         last=accuracy(model, *measured.tensors),
         average=None if averaged is None else accuracy(averaged, *measured.tensors),
-        epsilon=epsilon_of(private.plan.mechanism.after(private.charged), private.plan.delta),
+        epsilon=private.epsilon(),
         noise=private.plan.noise,
         noise_multiplier=private.plan.noise_multiplier,
         steps=private.steps,

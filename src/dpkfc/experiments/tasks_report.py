@@ -88,7 +88,7 @@ def plot_panels(panels: Sequence[Panel], file: Path) -> None:
         place.set_xscale("log")
         place.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
         place.minorticks_off()
-        place.set_title(panel.heading, fontsize=10)
+        place.set_title(panel.heading.replace(" (", "\n("), fontsize=10)
         place.set_xlabel("epsilon")
         place.grid(alpha=0.3)
     places[0][0].set_ylabel("test accuracy, %")
@@ -96,8 +96,10 @@ def plot_panels(panels: Sequence[Panel], file: Path) -> None:
         label: line for place in places[0] for line, label in zip(*place.get_legend_handles_labels(), strict=True)
     }
     entries["hollow: the paper"] = Line2D([], [], marker="s", linestyle="none", color="grey", fillstyle="none")
-    entries["without privacy"] = Line2D([], [], linestyle="--", color="black", linewidth=1)
+    if any(panel.plain for panel in panels):
+        entries["without privacy"] = Line2D([], [], linestyle="--", color="black", linewidth=1)
     entries["without privacy, the paper"] = Line2D([], [], linestyle=":", color="grey", linewidth=1)
-    figure.legend(entries.values(), entries.keys(), ncols=4, loc="outside lower center", fontsize=8)
+    columns = min(2 * len(panels), 4)
+    figure.legend(entries.values(), entries.keys(), ncols=columns, loc="outside lower center", fontsize=8)
     figure.savefig(file, dpi=150)
     plt.close(figure)
