@@ -15,9 +15,9 @@ from rich.console import Console
 from scipy import stats
 from torch.utils.data import TensorDataset
 
-from dpkfc.experiments import study as experiment
 from dpkfc.experiments.falsify import STUDY, Difference, by_seed, compared, on_the_way, paired, report, verdict
-from dpkfc.experiments.study import Result, Row, Setting, finals, holding, tries
+from dpkfc.experiments.setting import Result, Setting, holding, train
+from dpkfc.experiments.study import Row, finals, tries
 
 OUTCOMES = {"dp-sgd": 0.80, "synthetic": 0.90, "oracle": 0.92, "public": 0.92, "white noise": 0.85}
 
@@ -131,8 +131,8 @@ def test_the_course_ends_where_the_run_ends_and_does_not_change_it(ema: float) -
     images, labels = torch.rand(60, 1, 28, 28, generator=generator), torch.arange(60) % 10
     data = TensorDataset(images, labels), TensorDataset(images[:25], labels[:25])
     setting = Setting("mnist", "x", 0.5, epochs=1, batch_size=10, epsilon=8.0, validation=0, ema=ema, model="linear")
-    plain = experiment.train(setting, lambda dataset, scaling: data)
-    watched = experiment.train(replace(setting, course=3), lambda dataset, scaling: data)
+    plain = train(setting, lambda dataset, scaling: data)
+    watched = train(replace(setting, course=3), lambda dataset, scaling: data)
     assert plain.course is None and watched.course is not None and len(watched.course) == 3
     assert watched.course[-1] == (watched.average if ema else watched.last)
     assert replace(watched, seconds=plain.seconds, course=None) == plain

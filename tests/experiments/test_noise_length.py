@@ -30,7 +30,7 @@ from dpkfc.experiments.noise_length import (
     train,
 )
 from dpkfc.experiments.on_digits import Result
-from dpkfc.experiments.study import Setting
+from dpkfc.experiments.setting import Setting
 
 TRY = Setting("mnist", "dp-sgd", 0.1, epsilon=3.0, batch_size=512)
 STEPS = 20

@@ -16,9 +16,10 @@ from torch.utils.data import TensorDataset
 
 import dpkfc
 from dpkfc.data.changes import CHANGES
-from dpkfc.experiments import study as experiment
+from dpkfc.experiments import setting as experiment
 from dpkfc.experiments.non_stationary import GEOMETRIES, INPUTS, STUDY, report
-from dpkfc.experiments.study import Result, Row, Setting, changed, finals, tries
+from dpkfc.experiments.setting import Result, Setting, changed, train
+from dpkfc.experiments.study import Row, finals, tries
 
 IMAGES = torch.rand(6, 2, 28, 28, generator=torch.Generator().manual_seed(0))
 
@@ -78,7 +79,7 @@ def test_a_run_trains_and_measures_on_changed_images(monkeypatch: pytest.MonkeyP
     setting = Setting("mnist", "x", 0.5, epochs=0.5, batch_size=10, epsilon=8.0, validation=0, model="linear")
     measured: list[torch.Tensor] = []
     monkeypatch.setattr(experiment, "accuracy", lambda model, x, y: measured.append(x) or 0.0)
-    experiment.train(replace(setting, change="blue", ema=0.0), lambda dataset, scaling: data)
+    train(replace(setting, change="blue", ema=0.0), lambda dataset, scaling: data)
     torch.testing.assert_close(measured[0], CHANGES["blue"](images[:20]))
     assert replace(setting, change="blue").key != setting.key
 

@@ -14,7 +14,8 @@ from rich.console import Console
 import dpkfc
 from dpkfc.data.idx import Scaling
 from dpkfc.experiments.probe_spectrum import KINDS, QUESTIONS, STUDY, answers, probe, report
-from dpkfc.experiments.study import Result, Row, Setting, finals, tries
+from dpkfc.experiments.setting import Result, Setting
+from dpkfc.experiments.study import Row, finals, tries
 
 
 def drawn(kind: str, alpha: float, scaling: Scaling, channels: int = 3) -> torch.Tensor:

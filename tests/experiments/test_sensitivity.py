@@ -39,7 +39,8 @@ from dpkfc.experiments.sensitivity_findings import (
 )
 from dpkfc.experiments.sensitivity_plots import surface
 from dpkfc.experiments.sensitivity_report import claims_table, table7
-from dpkfc.experiments.study import Load, Result, Setting, read, train
+from dpkfc.experiments.setting import Load, Result, Setting, train
+from dpkfc.experiments.study import read
 
 SMALL = Protocol(trials=10, records=60, validation=20, epochs=0.1, batch_size=8, probe_batch=4, epsilon=3.0)
 Truth = Callable[[dict[str, Any]], Any]

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import warnings
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from rich.console import Console
-from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
 import dpkfc
 from dpkfc.cli import app
 from dpkfc.experiments import correlated, geometry, optimizers
 from dpkfc.experiments import study as experiment
-from dpkfc.experiments.study import (
-    SEEDS,
-    Follow,
-    Result,
-    Setting,
-    choose,
-    finals,
-    fitted,
-    reproduce,
-    split,
-    summarise,
-    train,
-    tries,
-)
+from dpkfc.experiments.setting import Load, Result, Setting
+from dpkfc.experiments.study import SEEDS, Follow, choose, finals, reproduce, summarise, tries
 
 STUDY, ARMS = geometry.STUDY, geometry.STUDY.arms
 TINY: dict[str, Any] = {"batch_size": 8, "epochs": 0.1, "epsilon": 3.0, "validation": 20}  # one step on 60 records
@@ -41,30 +24,11 @@ SETTING = Setting("mnist", "dp-sgd", 0.1, **TINY)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """80 training and 30 test records of noise, as idx files."""
-    rng = np.random.default_rng(0)
-    for dataset in ("mnist", "fashion-mnist"):
-        (tmp_path / dataset).mkdir()
-        for part, count in (("train", 80), ("t10k", 30)):
-            images, labels = rng.integers(0, 256, (count, 28, 28)), rng.integers(0, 10, count)
-            for array, name in ((images, f"{part}-images-idx3-ubyte"), (labels, f"{part}-labels-idx1-ubyte")):
-                header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
-                (tmp_path / dataset / name).write_bytes(header + array.astype(np.uint8).tobytes())
-    return tmp_path
-
-
-@pytest.fixture
-def load(folder: Path) -> experiment.Load:
-    return lambda dataset, scaling: experiment.scaled(experiment.NAMED[dataset][1](folder), scaling)
-
-
-@pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
     """Every setting that `train` was asked for; the larger the rate, the better on validation and the worse on test."""
     calls: list[Setting] = []
 
-    def fake(setting: Setting, load: experiment.Load, on_step: Any) -> Result:
+    def fake(setting: Setting, load: Load, on_step: Any) -> Result:
         calls.append(setting)
         on_step(1, 1)
         accuracy = setting.lr / 10 if setting.validation else 0.9 - setting.lr / 10 + setting.seed / 1000
@@ -108,52 +72,6 @@ def test_arms_differ_only_in_what_their_names_say() -> None:
         assert (setting.epsilon, setting.delta, setting.epochs, setting.batch_size) == (1.0, 1e-5, 5, 256)
         assert (setting.seed, setting.validation, setting.ema) == (0, 5000, 0.99)
     assert SETTING.seed not in SEEDS
-
-
-def test_a_run_spends_its_budget_and_is_reproducible(load: experiment.Load) -> None:
-    seen: list[tuple[int, int]] = []
-    first = train(SETTING, load, lambda done, of: seen.append((done, of)))
-    assert seen == [(1, 1)] and first.steps == 1
-    assert 0 < first.epsilon <= SETTING.epsilon
-    assert 0 <= first.last <= 1 and first.average is not None and first.seconds > 0
-    again = train(SETTING, load)
-    assert replace(again, seconds=first.seconds) == first
-    assert train(replace(SETTING, ema=0.0), load).average is None
-
-
-def test_the_average_follows_the_iterates(load: experiment.Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a decay of nearly 1 it is the mean of the iterates so far."""
-    weights: list[torch.Tensor] = []
-
-    def remember(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
-        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-        return 0.0
-
-    monkeypatch.setattr(experiment, "accuracy", remember)
-    monkeypatch.setattr("dpkfc.plan._calibrated", lambda *run: 1.0)  # the same noise for one step and for two
-    for epochs in (0.1, 0.2):
-        train(replace(SETTING, epochs=epochs, ema=1 - 1e-9), load)
-    first, mean_of_one, second, mean_of_two = weights
-    assert torch.equal(first, mean_of_one) and not torch.equal(first, second)
-    torch.testing.assert_close(mean_of_two, (first + second) / 2)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "rates"), [("constant", [1, 1, 1]), ("cosine", [1, 0.5, 0]), ("linear", [1, 0.5, 0])]
-)
-def test_schedules_begin_at_the_rate_that_is_named(schedule: str, rates: list[float]) -> None:
-    assert [experiment.SCHEDULES[schedule](done) for done in (0, 0.5, 1)] == pytest.approx(rates)
-
-
-def test_tries_never_see_the_test_set() -> None:
-    """The held-out records are the last of the training set, and are not trained on."""
-    records = TensorDataset(torch.arange(10.0), torch.arange(10))
-    test = TensorDataset(torch.arange(100.0, 104.0), torch.arange(4))
-    kept, held_out = split((records, test), 3)
-    assert kept.tensors[0].tolist() == list(range(7)) and held_out.tensors[0].tolist() == [7, 8, 9]
-    assert split((records, test), 0) == (records, test)
-    with pytest.raises(ValueError, match="has 10 records"):
-        split((records, test), 10)
 
 
 def test_the_choice_is_made_on_validation_and_not_on_test() -> None:
@@ -211,20 +129,6 @@ def test_a_try_that_has_left_the_grid_still_counts() -> None:
     assert summary.tries == 7
 
 
-def test_the_key_covers_every_field() -> None:
-    kfc = replace(SETTING, geometry={"probe": {"alpha": 2.0}})
-    others = [
-        kfc,
-        replace(kfc, geometry={"probe": {"alpha": 1.0}}),
-        replace(SETTING, seed=1),
-        replace(SETTING, ema=0.0),
-        replace(SETTING, noise={"name": "BandedToeplitz", "bands": 4}),
-        replace(SETTING, noise={"name": "BandedToeplitz", "bands": 8}),
-    ]
-    assert len({setting.key for setting in [SETTING, *others]}) == 7
-    assert Setting(**json.loads(json.dumps(asdict(kfc)))).key == kfc.key
-
-
 def test_the_command_runs_resumes_and_reports(
     folder: Path, trained: list[Setting], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,7 +174,7 @@ def test_a_kill_between_runs_loses_nothing(folder: Path, trained: list[Setting])
     ]
     fake = experiment.train
 
-    def killed(setting: Setting, load: experiment.Load, on_step: Any) -> Result:
+    def killed(setting: Setting, load: Load, on_step: Any) -> Result:
         if setting.lr == 2.0:
             raise KeyboardInterrupt
         return fake(setting, load, on_step)
@@ -294,79 +198,6 @@ def test_wrong_use_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         experiment.main(STUDY, ["--out", str(out), "--arms", "adam"])
     assert "'adam' is not known: choose from dp-sgd, dp-kfc (paper)" in capsys.readouterr().err
-
-
-BEST = geometry.grid("mnist")["dp-kfc (best)"][0]["geometry"]
-
-
-@pytest.mark.parametrize("options", [experiment.PAPER, BEST], ids=["paper", "best"])
-def test_kfc_runs_through_the_same_loop(load: experiment.Load, options: dict[str, Any]) -> None:
-    result = train(replace(SETTING, geometry={**options, "probes": 16}), load)
-    assert result.steps == 1 and 0 < result.epsilon <= SETTING.epsilon
-
-
-@pytest.mark.parametrize("name", ["BandedSquareRoot", "BandedToeplitz"])
-def test_correlated_noise_runs_through_the_same_loop(load: experiment.Load, name: str) -> None:
-    result = train(replace(SETTING, epochs=0.5, noise={"name": name, "bands": 3}), load)
-    assert result.steps == 4 and 0 < result.epsilon <= SETTING.epsilon
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"optimizer": {"name": "Adam"}},
-        {"optimizer": {"name": "AdamW", "weight_decay": 0.1}},
-        {"optimizer": {"name": "DPAdamBC"}},
-        {"optimizer": {"name": "DiSK", "kappa": 0.7}},
-        {"geometry": {"kind": "Diagonal", "probe": {"alpha": 2.0}, "probes": 16}},
-        {"geometry": {"probe": {"public": "fashion-mnist"}, "probes": 16}},
-    ],
-    ids=str,
-)
-def test_other_optimizers_and_adadps_run_through_the_same_loop(load: experiment.Load, changes: dict[str, Any]) -> None:
-    setting = replace(SETTING, epochs=0.3, **changes)
-    result = train(setting, load)
-    assert 0 < result.epsilon <= SETTING.epsilon and result.average is not None
-    assert setting.key != replace(SETTING, epochs=0.3).key
-
-
-@pytest.mark.parametrize("model", ["mlp", "vit", "linear"])
-def test_other_models_run_through_the_same_loop(load: experiment.Load, model: str) -> None:
-    result = train(replace(SETTING, model=model), load)
-    assert result.steps == 1 and result.epsilon == pytest.approx(3.0, abs=0.01)
-
-
-@pytest.mark.parametrize(
-    "probe", [{"sparse": {"nonzeros": 3}}, {"pool": "noise"}, {"public": "noise"}], ids=lambda probe: next(iter(probe))
-)
-def test_probes_for_features(monkeypatch: pytest.MonkeyPatch, probe: dict[str, Any]) -> None:
-    """Records that are rows of features, with sparse rows or rows of their own kind as probes."""
-    generator = torch.Generator().manual_seed(0)
-    rows = TensorDataset(torch.rand(80, 12, generator=generator), torch.randint(2, (80,), generator=generator))
-    monkeypatch.setitem(experiment.DATASETS, "rows", (("no", "yes"), lambda data_dir: (rows, rows)))
-    setting = replace(SETTING, dataset="rows", model="linear", geometry={"probe": probe, "probes": 16})
-    assert train(setting, lambda dataset, scaling: (rows, rows)).epsilon == pytest.approx(3.0, abs=0.01)
-    narrow = TensorDataset(rows.tensors[0][:, :5], rows.tensors[1])
-    if "sparse" not in probe:
-        with pytest.raises(ValueError, match=r"\(5,\) are no probes for records of \(12,\)"):
-            train(setting, lambda dataset, scaling: (rows, rows) if dataset == "rows" else (narrow, narrow))
-
-
-def test_the_geometry_of_the_private_records_is_not_private(load: experiment.Load) -> None:
-    setting = replace(SETTING, geometry={"probe": {"oracle": "records"}, "probes": 16})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert train(setting, load).epsilon == float("inf")
-    assert Setting(**json.loads(json.dumps(asdict(setting)))).key == setting.key
-
-
-@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 28, 28), (3, 32, 32), (1, 7, 14)])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_public_images_are_brought_to_the_shape_of_the_records(channels: int, shape: tuple[int, ...]) -> None:
-    """A constant image stays that, whatever its shape; what fits already is not touched."""
-    images = torch.linspace(0, 1, 5).view(5, 1, 1, 1).expand(5, channels, 28, 28)
-    torch.testing.assert_close(fitted(images, shape), torch.linspace(0, 1, 5).view(5, 1, 1, 1).expand(5, *shape))
-    assert fitted(images, (channels, 28, 28)) is images
 
 
 def test_a_quick_reproduction_is_short_and_beside_the_whole_one(folder: Path, trained: list[Setting]) -> None:

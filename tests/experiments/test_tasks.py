@@ -17,7 +17,8 @@ from torch.utils.data import TensorDataset
 
 from dpkfc.errors import PrivacyError
 from dpkfc.experiments import optimizers, study, tasks
-from dpkfc.experiments.study import Result, Setting, tries
+from dpkfc.experiments.setting import Load, Result, Setting
+from dpkfc.experiments.study import tries
 from dpkfc.experiments.tasks import SEEDS, TABLE5, TASKS, adopt, name, without_privacy
 from dpkfc.experiments.tasks_report import Panel, Point, panel_markdown, plot_panels
 
@@ -36,7 +37,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
     """Every setting that was to be trained. Test accuracy is epsilon / 20 plus the seed in thousandths."""
     calls: list[Setting] = []
 
-    def fake(setting: Setting, load: study.Load, on_step: Any) -> Result:
+    def fake(setting: Setting, load: Load, on_step: Any) -> Result:
         calls.append(setting)
         accuracy = setting.lr / 100 if setting.validation else setting.epsilon / 20 + setting.seed / 1000
         return Result(accuracy, None, setting.epsilon, 1.0, 1, 1.0)

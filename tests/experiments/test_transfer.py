@@ -16,7 +16,8 @@ from rich.console import Console
 import dpkfc
 from dpkfc.experiments import study as experiment
 from dpkfc.experiments.falsify import Difference
-from dpkfc.experiments.study import Follow, Result, Row, Setting, finals, reproduce, tries
+from dpkfc.experiments.setting import Load, Result, Setting
+from dpkfc.experiments.study import Follow, Row, finals, reproduce, tries
 from dpkfc.experiments.transfer import ORACLE, PUBLIC, STUDY, SYNTHETIC, order, report
 
 TASK = "pneumonia <- mnist"
@@ -27,7 +28,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
     """Every setting that `train` was asked for and has the data of."""
     calls: list[Setting] = []
 
-    def fake(setting: Setting, load: experiment.Load, on_step: Any) -> Result:
+    def fake(setting: Setting, load: Load, on_step: Any) -> Result:
         load(setting.dataset, setting.scaling)
         calls.append(setting)
         return Result(setting.lr, None, 1.0, 1.0, 1, 1.0)

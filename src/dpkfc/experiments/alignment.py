@@ -32,6 +32,7 @@ from dpkfc.experiments.figures import (
     text_table,
     write_page,
 )
+from dpkfc.experiments.setting import accuracy
 from dpkfc.experiments.sources import (
     ABOUT,
     INPUTS,
@@ -50,7 +51,6 @@ from dpkfc.experiments.sources import (
     load,
     through_training,
 )
-from dpkfc.experiments.study import accuracy
 from dpkfc.plan import Plan
 from dpkfc.report.text import markdown_table
 

@@ -10,7 +10,8 @@ batches ("little noise"), and 2.2 at epsilon .5 in large ones ("much noise"). SG
 from __future__ import annotations
 
 from dpkfc.experiments.geometry import BRIGHT
-from dpkfc.experiments.study import PAPER, Grid, Study, main
+from dpkfc.experiments.setting import PAPER
+from dpkfc.experiments.study import Grid, Study, main
 
 BANDS = 16
 NOISES = {

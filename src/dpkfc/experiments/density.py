@@ -34,6 +34,7 @@ from dpkfc.experiments.figures import (
     text_table,
     write_page,
 )
+from dpkfc.experiments.setting import accuracy
 from dpkfc.experiments.sources import (
     ABOUT,
     MATCHED,
@@ -54,7 +55,6 @@ from dpkfc.experiments.sources import (
     through_training,
 )
 from dpkfc.experiments.spectra import CLOSE, MARGINAL, STATES, distance, logarithms
-from dpkfc.experiments.study import accuracy
 from dpkfc.plan import Plan
 from dpkfc.report.text import markdown_table
 

@@ -27,7 +27,8 @@ from scipy import stats
 
 from dpkfc.data.idx import Scaling
 from dpkfc.experiments.geometry import BRIGHT, SCALING
-from dpkfc.experiments.study import PAPER, Grid, Row, Study, choose, finals, main
+from dpkfc.experiments.setting import PAPER
+from dpkfc.experiments.study import Grid, Row, Study, choose, finals, main
 from dpkfc.report.experiment_report import publish
 from dpkfc.report.text import markdown_table
 

@@ -7,7 +7,8 @@ python -m dpkfc.experiments.geometry --stage table --out runs
 from __future__ import annotations
 
 from dpkfc.data.idx import Scaling
-from dpkfc.experiments.study import PAPER, Grid, Setting, Study, main
+from dpkfc.experiments.setting import PAPER, Setting
+from dpkfc.experiments.study import Grid, Study, main
 
 # Both are scalings that need no statistic of the data. FashionMNIST is centred because that helps plain DP-SGD by a
 # point; DP-KFC does not mind. Probes about as bright as pixels are, on either scale:

@@ -40,6 +40,7 @@ from dpkfc.experiments.figures import (
     text_table,
     write_page,
 )
+from dpkfc.experiments.setting import accuracy
 from dpkfc.experiments.sources import (
     BRIGHT,
     LAYERS,
@@ -50,7 +51,6 @@ from dpkfc.experiments.sources import (
     oracle,
     through_training,
 )
-from dpkfc.experiments.study import accuracy
 from dpkfc.geometry.identity import Geometry
 from dpkfc.models import tiny_vit
 from dpkfc.plan import Plan

@@ -34,7 +34,8 @@ from torch import nn
 import dpkfc
 from dpkfc.experiments.on_digits import HELD_OUT, Result, data, pink, results_file, run_all
 from dpkfc.experiments.on_digits import train as train_on_digits
-from dpkfc.experiments.study import Row, Setting, noise_of, read
+from dpkfc.experiments.setting import Setting, noise_of
+from dpkfc.experiments.study import Row, read
 from dpkfc.models import digits_cnn, mlp, paper_cnn
 from dpkfc.noise.choose import evaluate
 from dpkfc.presets import NOISE_LENGTH, size

@@ -19,7 +19,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import dpkfc
 from dpkfc.data.digits import digits
-from dpkfc.experiments.study import Data, accuracy, read, split
+from dpkfc.experiments.setting import Data, accuracy, split
+from dpkfc.experiments.study import read
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -15,7 +15,8 @@ from functools import cache
 from typing import Any
 
 from dpkfc.experiments.geometry import BRIGHT
-from dpkfc.experiments.study import PAPER, Follow, Grid, Study, main
+from dpkfc.experiments.setting import PAPER
+from dpkfc.experiments.study import Follow, Grid, Study, main
 from dpkfc.plan import Plan
 
 EPSILONS = (1.0, 2.0, 5.0, 8.0)

@@ -31,7 +31,8 @@ from dpkfc.data.cifar import cifar10
 from dpkfc.data.idx import idx_images
 from dpkfc.experiments.arguments import names_among
 from dpkfc.experiments.on_digits import results_file
-from dpkfc.experiments.study import SEEDS, Data, Row, accuracy, read, split
+from dpkfc.experiments.setting import Data, accuracy, split
+from dpkfc.experiments.study import SEEDS, Row, read
 from dpkfc.features import Scattering, standardised
 from dpkfc.report.accuracy_table import mean_and_spread
 from dpkfc.report.experiment_report import publish

@@ -38,7 +38,8 @@ from dpkfc.experiments.geometry import SCALING
 from dpkfc.experiments.sensitivity_findings import METHODS, SPACE, Range, Sweep, study_of
 from dpkfc.experiments.sensitivity_plots import plot_analysis, plot_pairs
 from dpkfc.experiments.sensitivity_report import PUBLISHED, Pair, markdown
-from dpkfc.experiments.study import PAPER, Data, Load, Row, Setting, read, scaled, train
+from dpkfc.experiments.setting import PAPER, Data, Load, Setting, scaled, train
+from dpkfc.experiments.study import Row, read
 from dpkfc.report.experiment_report import publish
 
 if TYPE_CHECKING:

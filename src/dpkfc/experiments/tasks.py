@@ -28,7 +28,8 @@ from rich.progress import track
 from dpkfc.errors import PrivacyError
 from dpkfc.experiments import optimizers, study
 from dpkfc.experiments.arguments import names_among
-from dpkfc.experiments.study import DATASETS, MODELS, Data, Follow, Grid, Row, Study
+from dpkfc.experiments.setting import DATASETS, MODELS, Data, Setting, accuracy, split
+from dpkfc.experiments.study import Follow, Grid, Row, Study
 from dpkfc.experiments.tasks_report import Panel, Point, panel_markdown, plot_panels
 from dpkfc.plan import Plan
 from dpkfc.report.accuracy_table import Summary, accuracy_markdown, accuracy_table
@@ -212,7 +213,7 @@ def grid(name: str) -> Grid:
 @cache
 def noise(task: str, epsilon: float) -> float:
     """The multiplier of independent noise."""
-    common = study.Setting(arm="", lr=0.0, **TASKS[task].common)
+    common = Setting(arm="", lr=0.0, **TASKS[task].common)
     run: dict[str, Any] = {
         "batch_size": common.batch_size,
         "epochs": common.epochs,
@@ -270,7 +271,7 @@ def _on_mnist(setting: Mapping[str, Any]) -> bool:
 
 def without_privacy(task: str, data: Data) -> Row:
     """The same model on the same data, trained by Adam with the best of a few rates on validation; test accuracies."""
-    common = study.Setting(arm="", lr=0.0, **TASKS[task].common)
+    common = Setting(arm="", lr=0.0, **TASKS[task].common)
 
     def train(lr: float, seed: int, parts: Data) -> float:
         torch.manual_seed(seed)
@@ -284,9 +285,9 @@ def without_privacy(task: str, data: Data) -> Row:
                 F.cross_entropy(model(images), labels).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        return study.accuracy(model, *measured.tensors)
+        return accuracy(model, *measured.tensors)
 
-    tried = {lr: train(lr, 0, study.split(data, common.validation)) for lr in PLAIN["rates"]}
+    tried = {lr: train(lr, 0, split(data, common.validation)) for lr in PLAIN["rates"]}
     best = max(tried, key=lambda lr: tried[lr])
     return {"lr": best, "validation": tried[best], "tests": [train(best, seed, data) for seed in SEEDS]}
 

@@ -21,7 +21,8 @@ from rich.console import Console
 from dpkfc.experiments.falsify import Difference, by_seed, compared
 from dpkfc.experiments.geometry import BRIGHT
 from dpkfc.experiments.optimizers import ADADPS
-from dpkfc.experiments.study import PAPER, Grid, Row, Study, main
+from dpkfc.experiments.setting import PAPER
+from dpkfc.experiments.study import Grid, Row, Study, main
 from dpkfc.report.experiment_report import publish
 from dpkfc.report.text import markdown_table
 
