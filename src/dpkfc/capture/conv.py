@@ -33,7 +33,7 @@ from dpkfc.geometry.identity import Map
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 ROOM = 4  # formed gradients may take this many times the memory of (a, δ)
-FEW_CHANNELS = 4  # below this, a matrix product over patches beats the grouped kernel
+FEW_CHANNELS = 4  # up to this, a matrix product over patches beats the grouped kernel
 
 
 def pad_input(module: Conv, x: Tensor) -> Tensor:
@@ -47,16 +47,27 @@ def pad_input(module: Conv, x: Tensor) -> Tensor:
 
 def patches(module: Conv, padded: Tensor) -> Tensor:
     """[B, C, *space] to [B, T, C·kernel], the rows that the kernel multiplies (im2col, any dimension)."""
+    windows, space = _windows(module, padded), len(module.kernel_size)
+    rows = windows.permute(0, *range(2, 2 + space), 1, *range(2 + space, 2 + 2 * space))
+    return rows.reshape(len(padded), math.prod(rows.shape[1 : 1 + space]), -1)
+
+
+def _columns(module: Conv, padded: Tensor) -> Tensor:
+    """The same as [B, C·kernel, T]: with many positions the quicker copy, since whole rows of the input are moved."""
+    windows, space = _windows(module, padded.contiguous()), len(module.kernel_size)
+    columns = windows.permute(0, 1, *range(2 + space, 2 + 2 * space), *range(2, 2 + space))
+    return columns.flatten(1, 1 + space).flatten(2)
+
+
+def _windows(module: Conv, padded: Tensor) -> Tensor:
+    """[B, C, *positions, *kernel], a view."""
     view = padded
     for dim, (kernel, stride, dilation) in enumerate(
         zip(module.kernel_size, module.stride, module.dilation, strict=True)
     ):
         reach = dilation * (kernel - 1) + 1
         view = view.unfold(2 + dim, reach, stride)[..., ::dilation]
-    space = len(module.kernel_size)
-    order = [0, *range(2, 2 + space), 1, *range(2 + space, 2 + 2 * space)]
-    view = view.permute(order)
-    return view.reshape(len(padded), math.prod(view.shape[1 : 1 + space]), -1)
+    return view
 
 
 def _weight_gradient(module: Conv, padded: Tensor, delta: Tensor, weight: Tensor, groups: int) -> Tensor:
@@ -122,8 +133,9 @@ class Patches:
     def per_sample(self) -> list[Tensor]:
         padded, delta = at_least_float32(self.padded), at_least_float32(self.delta)
         batch, shape = len(padded), self.module.weight.shape
-        if self.module.groups == 1 and padded.shape[1] < FEW_CHANNELS:
-            weight = torch.bmm(delta.flatten(2), patches(self.module, padded)).view(batch, *shape)
+        if self.module.groups == 1 and padded.shape[1] <= FEW_CHANNELS:
+            by_position = delta.flatten(2).transpose(1, 2)
+            weight = torch.bmm(_columns(self.module, padded), by_position).transpose(1, 2).reshape(batch, *shape)
         else:
             stacked = torch.empty(batch * shape[0], *shape[1:], dtype=delta.dtype, device=delta.device)
             weight = _weight_gradient(
