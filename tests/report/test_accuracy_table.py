@@ -32,6 +32,13 @@ def test_a_setting_that_was_chosen_elsewhere_has_no_validation() -> None:
     assert "| a | sgd | 0 | lr 1 |  | 50.00 (1) |  |" in accuracy_markdown([one], "Title", "")
 
 
+def test_what_was_neither_tried_nor_run_is_in_the_overview_alone() -> None:
+    untouched = Summary("c", "sgd", 0, "lr 1", None, ())
+    text = accuracy_markdown([row("a", "sgd", 0.5), row("b", "sgd"), untouched], "Title", "")
+    assert "| sgd | 50.00 (1) | not run | not run |" in text
+    assert "| b | sgd | 3 |" in text and "| c | sgd |" not in text
+
+
 def test_the_plot_takes_rows_without_results(tmp_path: Path) -> None:
     plot_accuracy([row("a", "sgd"), row("a", "kfc", 0.5, 0.6, paper=55.0)], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000

@@ -110,8 +110,8 @@ STUDY = Study(
             "epsilon": epsilon,
             "label_smoothing": smoothing,
         }
-        for epsilon in (1.0, 8.0, 2.0, 5.0)
         for block, smoothing in BLOCKS.items()
+        for epsilon in EPSILONS
     },
     grid=grid,
     published={

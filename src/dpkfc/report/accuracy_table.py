@@ -37,8 +37,9 @@ def accuracy_table(summaries: Sequence[Summary], title: str) -> Table:
 
 
 def accuracy_markdown(summaries: Sequence[Summary], title: str, remark: str) -> str:
-    """All there is to tell; with many data sets, an overview first."""
-    lines = [HEADINGS, ("---", "---", "---:", "---", "---:", "---:", "---:"), *map(_cells, summaries)]
+    """All there is to tell; with many data sets, an overview first, which also says what was not run."""
+    known = [row for row in summaries if row.tries or row.tests]
+    lines = [HEADINGS, ("---", "---", "---:", "---", "---:", "---:", "---:"), *map(_cells, known)]
     overview = f"{_markdown(_overview(summaries))}\n\n" if len({row.dataset for row in summaries}) > 2 else ""
     return f"# {title}\n\n{overview}{_markdown(lines)}\n\n{remark}\n"
 
