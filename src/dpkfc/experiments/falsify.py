@@ -166,18 +166,22 @@ def report(study: Study, rows: Sequence[Row], folder: Path, console: Console) ->
 def finding(ends: Mapping[tuple[str, str], Difference], ways: Mapping[tuple[str, str], Difference]) -> str:
     """What becomes of the claim that synthetic geometry is as good as the oracle's."""
     by_verdict: dict[str, list[str]] = {}
+    apart = []
     for measured, differences in (("at the end", ends), ("on the way", ways)):
         for (name, arm), difference in differences.items():
             if arm == "synthetic":
                 by_verdict.setdefault(verdict(difference), []).append(f"{name} {measured}")
+                if difference.low > 0 or difference.high < 0:
+                    apart.append(f"{name} {measured} ({difference.mean:+.2f})")
     if not by_verdict:
         return "Too few runs for a finding."
     told = "; ".join(f"{outcome}: {', '.join(where)}" for outcome, where in by_verdict.items())
+    told += f". Apart from zero, by however little: {', '.join(apart) or 'none'}"
     if "materially worse" in by_verdict:
         return f"**The data-free claim is refuted in part.** Synthetic against the oracle is {told}."
     if "materially better" in by_verdict:
         return f"**Synthetic geometry is at least as good as the oracle's.** It is {told}."
-    return f"**No material difference was found: the claim stands this test.** Synthetic against the oracle is {told}."
+    return f"**Not refuted: no difference is shown to be material.** Synthetic against the oracle is {told}."
 
 
 def plot(study: Study, rows: Sequence[Row], file: Path) -> None:
