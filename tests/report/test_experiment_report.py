@@ -162,7 +162,8 @@ def test_every_table_and_picture_of_published_results(copied: Path) -> None:
     for line in lines:
         if line.startswith("|") and line not in rules:
             for cell in line.strip("|").split(" | "):
-                assert f">{html.escape(cell.strip())}</t" in text
+                plain = re.sub(r"\*\*(.+?)\*\*", r"\1", cell.strip())  # cells have no marks
+                assert f">{html.escape(plain)}</t" in text
         elif line.startswith("#"):
             assert f">{html.escape(line.lstrip('# '))}</h" in text
     for picture in copied.glob("*.png"):
