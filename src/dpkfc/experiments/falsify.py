@@ -84,6 +84,10 @@ class Difference:
     high: float
     seeds: int
 
+    @property
+    def beyond_chance(self) -> bool:
+        return self.low > 0 or self.high < 0
+
     def __str__(self) -> str:
         return f"{self.mean:+.2f} ({self.low:+.2f} to {self.high:+.2f}, {self.seeds} seeds)"
 
@@ -171,7 +175,7 @@ def finding(ends: Mapping[tuple[str, str], Difference], ways: Mapping[tuple[str,
         for (name, arm), difference in differences.items():
             if arm == "synthetic":
                 by_verdict.setdefault(verdict(difference), []).append(f"{name} {measured}")
-                if difference.low > 0 or difference.high < 0:
+                if difference.beyond_chance:
                     apart.append(f"{name} {measured} ({difference.mean:+.2f})")
     if not by_verdict:
         return "Too few runs for a finding."

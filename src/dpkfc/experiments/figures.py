@@ -18,6 +18,7 @@ from rich.table import Table
 
 from dpkfc.errors import PrivacyError
 from dpkfc.report.text import markdown_table
+from dpkfc.run_folder import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,9 +79,8 @@ def _read(file: Path) -> dict[str, dict[str, Any]]:
 def _write(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """At once or not at all, so that an interrupted run leaves a file that can be read."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_suffix(".part")
-    draft.write_text("[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]\n")
-    draft.replace(file)
+    text = "[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]\n"
+    write_whole(file, lambda fresh: fresh.write_text(text))
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def grid(task: str) -> Grid:
 def order(difference: Difference) -> str:
     """Whether synthetic is at least as good as public, as in the paper's table."""
     held = "holds" if difference.mean >= 0 else "is reversed"
-    return f"{held}, {'clearly' if difference.low > 0 or difference.high < 0 else 'within chance'}"
+    return f"{held}, {'clearly' if difference.beyond_chance else 'within chance'}"
 
 
 def report(study: Study, rows: Sequence[Row], folder: Path, console: Console) -> None:
