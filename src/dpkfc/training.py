@@ -23,7 +23,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -39,6 +38,7 @@ from dpkfc.noise.independent import Independent
 from dpkfc.plan import Plan
 from dpkfc.presets import EPOCHS, STEPS, Recipe, recipe
 from dpkfc.private import make_private
+from dpkfc.report.progress import bar
 from dpkfc.report.run_report import draw_pictures, result_table, write_report
 from dpkfc.run import Private
 from dpkfc.run_folder import Fingerprint, keep_metrics, resumes, stoppable, write_json, write_whole
@@ -280,11 +280,6 @@ def inputs_of(data: TensorDataset, built: Built, console: Console, what: str) ->
 
 def on_device(data: TensorDataset, device: str) -> TensorDataset:
     return TensorDataset(*(tensor.to(device) for tensor in data.tensors))
-
-
-def bar(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=console)
 
 
 def _begin(out: Path, config: dict[str, Any], run: Run) -> None:

@@ -13,10 +13,10 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from dpkfc.errors import PrivacyError
+from dpkfc.report.progress import bar
 from dpkfc.report.text import markdown_table
 from dpkfc.run_folder import write_whole
 
@@ -36,8 +36,7 @@ def evaluate(
     A setting is a frozen dataclass of all that its result depends on besides the data.
     """
     kept = _read(file)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+    with bar(console) as progress:
         overall, current = progress.add_task("runs", total=len(settings)), progress.add_task("steps", total=None)
 
         def on_step(done: int, of: int) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -21,6 +20,7 @@ import dpkfc
 from dpkfc.data.digits import digits
 from dpkfc.experiments.setting import Data, accuracy, split
 from dpkfc.experiments.study import read
+from dpkfc.report.progress import bar
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -86,14 +86,13 @@ def run_all(
     todo = [setting for setting in settings if setting not in kept]
     out.parent.mkdir(parents=True, exist_ok=True)
     console.print(f"{len(settings) - len(todo)} of {len(settings)} runs are in {out}", highlight=False, soft_wrap=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        bar = progress.add_task("runs", total=len(todo))
+    with bar(console) as progress:
+        overall = progress.add_task("runs", total=len(todo))
         for setting in todo:
             kept[setting] = result = run(setting)
             with out.open("a") as file:
                 file.write(json.dumps({"setting": asdict(setting), "result": asdict(result)}) + "\n")
-            progress.advance(bar)
+            progress.advance(overall)
             shown = 100 * (result.last if result.average is None else result.average)
             progress.console.print(f"{setting}: {shown:.1f} %", markup=False, highlight=False, soft_wrap=True)
     return {setting: kept[setting] for setting in settings}

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import dpkfc
 from dpkfc.data.idx import Scaling
 from dpkfc.experiments.arguments import names_among
 from dpkfc.experiments.setting import DATASETS, Data, Load, Setting, scaled, train
 from dpkfc.report.accuracy_table import Summary, accuracy_markdown, accuracy_table, plot_accuracy
+from dpkfc.report.progress import bar
 
 Row = dict[str, Any]  # one line of the file: key, setting, result
 Grid = dict[str, list[dict[str, Any]]]  # what each arm tries, the likeliest first: overrides of `Setting`
@@ -128,8 +128,7 @@ def run(settings: Sequence[Setting], load: Load, out: Path, console: Console) ->
     todo = [setting for setting in settings if setting.key not in done]
     out.parent.mkdir(parents=True, exist_ok=True)
     console.print(f"{len(settings) - len(todo)} of {len(settings)} runs are in {out}", highlight=False, soft_wrap=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+    with bar(console) as progress:
         overall, current = progress.add_task("runs", total=len(todo)), progress.add_task("steps", total=None)
 
         def on_step(steps: int, of: int) -> None:
