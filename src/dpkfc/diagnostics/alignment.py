@@ -16,13 +16,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.table import Table
 from torch import Tensor, nn
 
 from dpkfc.diagnostics.factors import by_name, factors_of
-from dpkfc.diagnostics.result import as_json, as_text, is_probe, privacy_of, table_of
+from dpkfc.diagnostics.result import Result, is_probe, privacy_of, table_of
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.factors import Spectrum
 from dpkfc.geometry.probes.probe import Probe
@@ -41,7 +41,7 @@ class FactorAlignment:
 
 
 @dataclass(frozen=True)
-class Alignment:
+class Alignment(Result):
     """The layers of every source beside the reference."""
 
     reference: str
@@ -57,18 +57,11 @@ class Alignment:
                 table.add_row("" if number else row.layer, source, *figures)
         return table
 
-    def __str__(self) -> str:
-        return as_text(self)
-
     def plot(self, file: str | Path) -> None:
         """Cosine and error of A, G and A ⊗ G, layer by layer, as an image."""
         from dpkfc.diagnostics.plots import plot_alignment
 
         plot_alignment(self, Path(file))
-
-    def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = as_json(self)
-        return found
 
 
 def factor_alignment(

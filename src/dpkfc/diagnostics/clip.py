@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from dpkfc.diagnostics.passes import AnyLoss, Examples, Reduction, watched
-from dpkfc.diagnostics.result import as_json, as_text, privacy_of, table_of
+from dpkfc.diagnostics.result import Result, privacy_of, table_of
 from dpkfc.diagnostics.step import Clip, Step, beside_dp_sgd, step_of
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.identity import Geometry
@@ -39,7 +39,7 @@ class ClipEffect:
 
 
 @dataclass(frozen=True)
-class Clipping:
+class Clipping(Result):
     """Every geometry, that of DP-SGD first."""
 
     geometries: dict[str, ClipEffect]
@@ -63,18 +63,11 @@ class Clipping:
             table.add_row(f"share of {layer}", *(f"{one.shares[layer]:.1%}" for one in found))
         return table
 
-    def __str__(self) -> str:
-        return as_text(self)
-
     def plot(self, file: str | Path) -> None:
         """The norms beside the clip, and the shares of the layers, as an image."""
         from dpkfc.diagnostics.plots import plot_clipping
 
         plot_clipping(self, Path(file))
-
-    def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = as_json(self)
-        return found
 
 
 def clip_effect(

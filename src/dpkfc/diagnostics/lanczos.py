@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dpkfc.diagnostics.passes import AnyLoss, Examples, copy_of
-from dpkfc.diagnostics.result import as_json, as_text, is_probe, privacy_of, table_of
+from dpkfc.diagnostics.result import Result, is_probe, privacy_of, table_of
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.probes.arguments import real, whole
 from dpkfc.geometry.probes.probe import call, to
@@ -88,7 +88,7 @@ class Quadrature:
 
 
 @dataclass(frozen=True)
-class HessianDensity:
+class HessianDensity(Result):
     """The spectrum of the loss on every source."""
 
     matrix: Matrix
@@ -109,18 +109,11 @@ class HessianDensity:
             table.add_row(source, *(f"{x:.3g}" for x in figures), f"{one.negative:.1%}")
         return table
 
-    def __str__(self) -> str:
-        return as_text(self)
-
     def plot(self, file: str | Path) -> None:
         """The density, and the sorted magnitudes, as an image."""
         from dpkfc.diagnostics.plots import plot_density
 
         plot_density(self, Path(file))
-
-    def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = as_json(self)
-        return found
 
 
 def hessian_density(

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from dpkfc.report.text import as_text
 
 PUBLIC = "public: probes and weights only"
 FROM_RECORDS = "not private: computed from the given records"
 FROM_ORACLE = "not private: computed from the private records of an Oracle"
+
+
+class Result(ABC):
+    """A frozen dataclass that a table shows."""
+
+    @abstractmethod
+    def __rich__(self) -> Table: ...
+
+    def __str__(self) -> str:
+        return as_text(self, width=160)
+
+    def to_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = as_json(self)
+        return found
 
 
 def is_probe(source: Any) -> bool:
@@ -43,13 +59,6 @@ def table_of(title: str, privacy: str, names: Iterable[str], figures: Iterable[s
         table.add_column(heading, justify="right", no_wrap=True)
     table.caption = Text(privacy, style="" if is_public(privacy) else "bold red")
     return table
-
-
-def as_text(shown: RenderableType) -> str:
-    console = Console(width=160, color_system=None)
-    with console.capture() as capture:
-        console.print(shown)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
 def as_json(value: Any) -> Any:

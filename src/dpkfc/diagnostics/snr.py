@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import nn
 
 from dpkfc.diagnostics.passes import AnyLoss, Examples, Reduction, watched
-from dpkfc.diagnostics.result import as_json, as_text, privacy_of, table_of
+from dpkfc.diagnostics.result import Result, privacy_of, table_of
 from dpkfc.diagnostics.step import Clip, beside_dp_sgd, step_of
 from dpkfc.geometry.identity import Geometry
 from dpkfc.geometry.probes.arguments import real, whole
@@ -38,7 +38,7 @@ class LayerSNR:
 
 
 @dataclass(frozen=True)
-class SNR:
+class SNR(Result):
     """The profile of every geometry, that of DP-SGD first. Layers are in the order of the model."""
 
     geometries: dict[str, tuple[LayerSNR, ...]]
@@ -64,18 +64,11 @@ class SNR:
             table.add_row(rows[0].layer, f"{rows[0].parameters:,}", *figures)
         return table
 
-    def __str__(self) -> str:
-        return as_text(self)
-
     def plot(self, file: str | Path) -> None:
         """The profiles, layer by layer, as an image."""
         from dpkfc.diagnostics.plots import plot_snr
 
         plot_snr(self, Path(file))
-
-    def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = as_json(self)
-        return found
 
 
 def layer_snr(

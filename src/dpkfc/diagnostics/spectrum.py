@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from rich.table import Table
 from torch import Tensor, nn
 
 from dpkfc.diagnostics.factors import by_name, factors_of
-from dpkfc.diagnostics.result import as_json, as_text, privacy_of, table_of
+from dpkfc.diagnostics.result import Result, privacy_of, table_of
 from dpkfc.geometry.factors import Spectrum
 from dpkfc.geometry.probes.arguments import whole
 from dpkfc.geometry.probes.probe import Probe
@@ -40,7 +40,7 @@ class LayerSpectrum:
 
 
 @dataclass(frozen=True)
-class Spectra:
+class Spectra(Result):
     """The layers of every source."""
 
     sources: dict[str, tuple[LayerSpectrum, ...]]
@@ -58,18 +58,11 @@ class Spectra:
                 table.add_row(first[0], source, first[1], *(f"{x:.2e}" for x in figures), f"{row.effective_rank:.1f}")
         return table
 
-    def __str__(self) -> str:
-        return as_text(self)
-
     def plot(self, file: str | Path) -> None:
         """A panel a layer, a curve a source, as an image."""
         from dpkfc.diagnostics.plots import plot_spectra
 
         plot_spectra(self, Path(file))
-
-    def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = as_json(self)
-        return found
 
 
 def kronecker_spectrum(

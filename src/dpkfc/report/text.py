@@ -12,7 +12,7 @@ def as_text(shown: RenderableType, width: int = 100) -> str:
     """What a terminal of that width would show."""
     file = io.StringIO()
     Console(file=file, width=width).print(shown)
-    return file.getvalue().rstrip()
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
