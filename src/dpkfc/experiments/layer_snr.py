@@ -8,7 +8,6 @@ middle and at the end of each run the expected clipped gradient of every layer i
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -52,7 +51,7 @@ from dpkfc.experiments.sources import (
     through_training,
 )
 from dpkfc.geometry.identity import Geometry
-from dpkfc.models import tiny_vit
+from dpkfc.models import paper_cnn, tiny_vit
 from dpkfc.plan import Plan
 from dpkfc.report.text import markdown_table
 
@@ -85,26 +84,8 @@ REMARK = (
 )
 
 
-def simple_cnn() -> nn.Sequential:
-    """Two convolutions and two linear layers for images [3, 32, 32]."""
-    return nn.Sequential(
-        OrderedDict(
-            conv1=nn.Conv2d(3, 16, 3, padding=1),
-            pool1=nn.MaxPool2d(2),
-            relu1=nn.ReLU(),
-            conv2=nn.Conv2d(16, 32, 3, padding=1),
-            pool2=nn.MaxPool2d(2),
-            relu2=nn.ReLU(),
-            flatten=nn.Flatten(),
-            fc1=nn.Linear(32 * 8 * 8, 128),
-            relu3=nn.ReLU(),
-            fc2=nn.Linear(128, CLASSES),
-        )
-    )
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "CNN": simple_cnn,
+    "CNN": lambda: paper_cnn((3, SIDE, SIDE), CLASSES),
     "ViT": lambda: tiny_vit(image=SIDE, patch=8, channels=3, classes=CLASSES, width=64, depth=2, heads=4),
 }
 
