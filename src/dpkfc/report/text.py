@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 def as_text(shown: RenderableType, width: int = 100) -> str:
     """What a terminal of that width would show."""
     file = io.StringIO()
-    Console(file=file, width=width).print(shown)
+    Console(file=file, width=width, color_system=None).print(shown)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 
