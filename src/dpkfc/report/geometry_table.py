@@ -27,6 +27,7 @@ from torch import Tensor
 from dpkfc.geometry.diagonal import Scaled
 from dpkfc.geometry.factors import Full, Root, Spectrum, condition
 from dpkfc.geometry.kronecker import Kronecker
+from dpkfc.report.text import as_text
 
 if TYPE_CHECKING:
     from dpkfc.geometry.kfc import Refresh
@@ -109,10 +110,7 @@ class Description:
     seconds: float | None  # of the last refresh in all, with the probes' own passes
 
     def __str__(self) -> str:
-        console = Console(width=160, color_system=None)
-        with console.capture() as capture:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+        return as_text(self, width=160)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not self.public:
