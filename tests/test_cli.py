@@ -10,16 +10,20 @@ from contextlib import closing
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
+from pkgutil import iter_modules
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 import dpkfc
+from dpkfc import experiments
 from dpkfc.accounting.calibrate import epsilon_spent
 from dpkfc.accounting.events import Mechanism
 from dpkfc.accounting.ledger import Ledger, LedgerRun
 from dpkfc.cli import EXPERIMENTS, app
+from dpkfc.experiments import demo as demo_experiment
+from dpkfc.experiments.order import Order
 from dpkfc.report.ledger_table import ledger_tables, upper
 
 PLAN = Mechanism(1.0, 16.0, 100)
@@ -193,10 +197,29 @@ def test_a_plan_that_cannot_be_is_refused(arguments: tuple[object, ...], message
     assert code == 2 and message in errors and len(errors.splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_can_be_run(name: str) -> None:
-    module = import_module(f"dpkfc.experiments.{EXPERIMENTS[name]}")
-    assert hasattr(module, "STUDY") or list(signature(module.run).parameters)[:3] == ["out", "quick", "console"]
+def test_every_experiment_has_a_name() -> None:
+    """A module that holds a study, or runs an order, can be asked for, and what can be asked for is such a module."""
+    found = set()
+    for module in iter_modules(experiments.__path__):
+        content = import_module(f"dpkfc.experiments.{module.name}")
+        runs = hasattr(content, "run") and next(iter(signature(content.run).parameters)) == "order"
+        found |= {module.name} if runs or hasattr(content, "STUDY") else set()
+    assert found == set(EXPERIMENTS.values())
+
+
+def test_an_interrupted_experiment_says_how_it_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(order: Order) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo_experiment, "run", interrupted)
+    code, output, _ = run("reproduce", "demo", "--out", tmp_path)
+    assert code == 130 and f"what is done is in {tmp_path}" in output
+
+
+@pytest.mark.parametrize("command", [("demo",), ("reproduce", "demo")])
+def test_a_device_that_is_not_there_is_refused(command: tuple[str, ...]) -> None:
+    code, _, errors = run(*command, "--device", "cuda:7")
+    assert code == 2 and "--device cuda:7 cannot be used" in errors and "choose from cpu" in errors
 
 
 def test_what_an_experiment_misses_is_said_in_one_line(tmp_path: Path) -> None:

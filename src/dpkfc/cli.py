@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,6 +59,8 @@ def demo(
     delta: Annotated[float, typer.Option(help="The probability with which it may fail.")] = 1e-5,
     epochs: Annotated[float, typer.Option(help="Expected passes over the data.")] = 40.0,
     seed: Annotated[int | None, typer.Option(help="For a reproducible run; by default noise is secret.")] = None,
+    device: cli_train.Device = "cpu",
+    out: Annotated[Path | None, typer.Option(help="A folder for the table, a picture and a report.")] = None,
 ) -> None:
     """Train a small CNN privately on scikit-learn's handwritten digits, and show what it cost and gave.
 
@@ -67,11 +68,16 @@ def demo(
 
     [cyan]dpkfc demo[/cyan]
 
-    [cyan]dpkfc demo --epsilon 1 --epochs 20 --seed 0[/cyan]
+    [cyan]dpkfc demo --epsilon 1 --epochs 20 --seed 0 --out runs/demo[/cyan]
     """
-    from dpkfc.experiments.demo import run_demo
+    from dpkfc.experiments.demo import keep, run_demo
+    from dpkfc.training import check_device
 
-    run_demo(epsilon, delta, epochs, seed, Console())
+    check_device(device)
+    console = Console()
+    outcomes = run_demo(epsilon, delta, epochs, seed, console, device)
+    if out is not None:
+        console.print(str(keep(outcomes, delta, out)), soft_wrap=True, highlight=False)
 
 
 @app.command()
@@ -179,6 +185,7 @@ EXPERIMENTS = {  # the names of the paper's tables and figures, or of what is co
     "falsify": "falsify",
     "probe-spectrum": "probe_spectrum",
     "non-stationary": "non_stationary",
+    "demo": "demo",
     "geometry": "geometry",
     "correlated": "correlated",
     "bsr-error": "bsr_error",
@@ -197,6 +204,10 @@ def reproduce(
         Path | None, typer.Option(help="The folder with the data sets: see dpkfc data.", show_default="$DPKFC_DATA")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder for results.", show_default="results/NAME")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="The first seed, for other random numbers.", show_default="as published")
+    ] = None,
+    device: cli_train.Device = "cpu",
 ) -> None:
     """Run a published comparison again: print its tables, write them, its figures and a report.
 
@@ -215,19 +226,19 @@ def reproduce(
     """
     if name not in EXPERIMENTS:
         raise PrivacyError(f"{name!r} is not an experiment: choose from {', '.join(EXPERIMENTS)}")
+    from dpkfc.experiments import study
+    from dpkfc.experiments.order import Order
     from dpkfc.report.run_report import write_report
+    from dpkfc.training import check_device
 
-    module, folder = import_module(f"dpkfc.experiments.{EXPERIMENTS[name]}"), out or Path("results") / name
-    console = Console()
+    check_device(device)
+    module, console = import_module(f"dpkfc.experiments.{EXPERIMENTS[name]}"), Console()
+    order = Order(out or Path("results") / name, console, quick, data_dir, seed, device)
     try:
-        if hasattr(module, "STUDY"):
-            from dpkfc.experiments.study import reproduce
-
-            reproduce(module.STUDY, folder, quick, console, data_dir)
-        elif "data_dir" in signature(module.run).parameters:
-            module.run(folder, quick, console, data_dir)
-        else:
-            module.run(folder, quick, console)
+        study.reproduce(module.STUDY, order) if hasattr(module, "STUDY") else module.run(order)
     except (OSError, ValueError) as error:
         raise PrivacyError(str(error)) from error
-    console.print(f"[bold]{write_report(folder)}[/bold]", soft_wrap=True, highlight=False)
+    except KeyboardInterrupt:
+        console.print(f"stopped; what is done is in {order.out}. The same command goes on from here.", soft_wrap=True)
+        raise typer.Exit(130) from None
+    console.print(f"[bold]{write_report(order.out)}[/bold]", soft_wrap=True, highlight=False)

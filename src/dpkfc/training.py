@@ -29,6 +29,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 from dpkfc.accounting.ledger import Ledger
+from dpkfc.data.records import on_device
 from dpkfc.data.sources import Loaded
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.identity import Identity
@@ -165,11 +166,16 @@ def check(settings: Settings) -> None:
         raise PrivacyError(f"--method {settings.method}: choose kfc or sgd")
     if settings.noise not in ("auto", "independent"):
         raise PrivacyError(f"--noise {settings.noise}: choose auto or independent")
+    check_device(settings.device)
+
+
+def check_device(device: str) -> None:
+    """Refuse one that cannot compute."""
     try:
-        torch.zeros(1, device=settings.device).item()
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as problem:
         first, there = str(problem).splitlines()[0], ", ".join(devices())
-        raise PrivacyError(f"--device {settings.device} cannot be used ({first}): choose from {there}") from problem
+        raise PrivacyError(f"--device {device} cannot be used ({first}): choose from {there}") from problem
 
 
 def devices() -> list[str]:
@@ -276,10 +282,6 @@ def inputs_of(data: TensorDataset, built: Built, console: Console, what: str) ->
     with bar(console) as progress:
         found = [built.features(part) for part in progress.track(parts, description=f"features of {what}")]
     return TensorDataset(torch.cat(found), y)
-
-
-def on_device(data: TensorDataset, device: str) -> TensorDataset:
-    return TensorDataset(*(tensor.to(device) for tensor in data.tensors))
 
 
 def _begin(out: Path, config: dict[str, Any], run: Run) -> None:

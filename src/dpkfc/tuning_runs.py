@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 from dpkfc import tuning
 from dpkfc.accounting.selection import BestOf
-from dpkfc.data.records import Records, mark, split
+from dpkfc.data.records import Records, mark, on_device, split
 from dpkfc.data.sources import Loaded
 from dpkfc.errors import PrivacyError
 from dpkfc.models.default import Built, build, default_model
@@ -46,7 +46,6 @@ from dpkfc.training import (
     inputs_of,
     joined,
     ledger_of,
-    on_device,
     release,
     steps_of,
 )

@@ -15,6 +15,7 @@ import dpkfc
 from dpkfc.experiments import clip_and_rate as experiment
 from dpkfc.experiments.clip_and_rate import Finding, Run, find, level_set, train, verdict
 from dpkfc.experiments.on_digits import Result
+from dpkfc.experiments.order import Order
 
 FEW = {"steps": 3, "batch_size": 300}
 CLIPS, RATES = (0.1, 1.0, 10.0), (0.001, 0.01, 0.1, 1.0, 10.0)
@@ -93,7 +94,7 @@ def test_where_every_gradient_is_clipped_only_the_product_matters() -> None:
 def test_from_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[Run] = []
 
-    def few_steps(run: Run) -> Result:
+    def few_steps(run: Run, device: str) -> Result:
         trained.append(run)
         return train(replace(run, **FEW))
 
@@ -125,21 +126,21 @@ def test_from_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_reproduced_into_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[Run] = []
 
-    def untrained(run: Run) -> Result:
+    def untrained(run: Run, device: str) -> Result:
         trained.append(run)
         return result(0.1)
 
     monkeypatch.setattr(experiment, "train", untrained)
     monkeypatch.setattr(experiment, "plot", lambda findings, file: file.touch())
-    experiment.run(tmp_path, True, Console(quiet=True))
+    experiment.run(Order(tmp_path, Console(quiet=True), quick=True))
     text = (tmp_path / "quick.md").read_text()
     assert len(trained) == 18 and {run.steps for run in trained} == {20} and "20 steps of 96" in text
     assert "**Quick:**" in text and "claim" not in text, "no verdict on a few cells"
-    experiment.run(tmp_path, False, Console(quiet=True))
+    experiment.run(Order(tmp_path, Console(quiet=True), quick=False))
     assert len(trained) == 18 + 2 * 2 * 8 * 12 and "100 steps of 96" in (tmp_path / "clip-and-rate.md").read_text()
     (tmp_path / "quick.jsonl").write_text("{")
     with pytest.raises(dpkfc.PrivacyError, match="cut off"):
-        experiment.run(tmp_path, True, Console(quiet=True))
+        experiment.run(Order(tmp_path, Console(quiet=True), quick=True))
 
 
 def test_wrong_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

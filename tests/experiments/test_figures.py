@@ -24,6 +24,7 @@ from torch.utils.data import TensorDataset
 import dpkfc
 from dpkfc.diagnostics.step import Step
 from dpkfc.experiments import alignment, density, figures, layer_snr, sources, spectra
+from dpkfc.experiments.order import Order
 from dpkfc.experiments.sources import (
     BRIGHT,
     LAYERS,
@@ -160,7 +161,7 @@ def test_missing_data_is_named(tmp_path: Path, module: ModuleType, missing: str,
             write_idx(tmp_path, dataset)
     expected = "data_batch_1" if module is layer_snr else message
     with pytest.raises(dpkfc.PrivacyError, match=expected):
-        module.run(tmp_path / "out", True, QUIET, tmp_path)
+        module.run(Order(tmp_path / "out", QUIET, True, tmp_path))
 
 
 def test_training_is_looked_at_from_the_initial_weights_to_the_last_step(small: Task) -> None:
@@ -545,9 +546,9 @@ def test_a_figure_is_written_and_not_measured_twice(
         monkeypatch.setattr(module, "finish", roughly)
     if not quick:
         monkeypatch.setattr(module, "can_draw", lambda console: False)  # the same pictures, once more
-    module.run(tmp_path, quick, QUIET, None)
+    module.run(Order(tmp_path, QUIET, quick))
     monkeypatch.setattr(module, "can_draw", lambda console: False)
-    module.run(tmp_path, quick, QUIET, None)
+    module.run(Order(tmp_path, QUIET, quick))
     assert len(settings) == len(set(settings)) == len(json.loads((tmp_path / f"{name}.json").read_text()))
     assert {setting.run.seed for setting in settings} == ({0} if quick else {0, 1, 2})
     assert all(setting.run.looks[-1] < 10 for setting in settings) == quick

@@ -30,6 +30,7 @@ from dpkfc.experiments.noise_length import (
     train,
 )
 from dpkfc.experiments.on_digits import Result
+from dpkfc.experiments.order import Order
 from dpkfc.experiments.setting import Setting
 
 TRY = Setting("mnist", "dp-sgd", 0.1, epsilon=3.0, batch_size=512)
@@ -158,7 +159,7 @@ def test_sweeps_on_the_digits_are_means_over_the_seeds() -> None:
 def test_from_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[Run] = []
 
-    def few_steps(run: Run) -> Result:
+    def few_steps(run: Run, device: str) -> Result:
         trained.append(run)
         return train(replace(run, epochs=1.0, batch_size=600))
 
@@ -190,8 +191,8 @@ def test_reproduced_on_what_the_folder_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(experiment, "SEEDS", (1,))
-    monkeypatch.setattr(experiment, "train", lambda run: train(replace(run, epochs=1.0, batch_size=600)))
-    experiment.run(tmp_path, True, Console(width=400))
+    monkeypatch.setattr(experiment, "train", lambda run, device: train(replace(run, epochs=1.0, batch_size=600)))
+    experiment.run(Order(tmp_path, Console(width=400), quick=True))
     shown = capsys.readouterr().out
     assert f"`dpkfc reproduce geometry --out {tmp_path}/geometry`" in shown and "correlated" in shown
     assert len((tmp_path / "quick.jsonl").read_text().splitlines()) == 3
@@ -200,12 +201,12 @@ def test_reproduced_on_what_the_folder_holds(
     (tmp_path / "geometry").mkdir()
     tries = [replace(TRY, lr=lr) for lr in (0.1, 0.2, 0.4)]
     (tmp_path / "geometry" / "results.jsonl").write_text("".join(json.dumps(row(one)) + "\n" for one in tries))
-    experiment.run(tmp_path, True, Console(width=400))
+    experiment.run(Order(tmp_path, Console(width=400), quick=True))
     assert "dpkfc reproduce geometry" not in capsys.readouterr().out
     assert "| mnist, paper_cnn | dp-sgd | 3 | 512 |" in (tmp_path / "quick.md").read_text()
     (tmp_path / "quick.jsonl").write_text("{")
     with pytest.raises(dpkfc.PrivacyError, match="cut off"):
-        experiment.run(tmp_path, True, Console(quiet=True))
+        experiment.run(Order(tmp_path, Console(quiet=True), quick=True))
 
 
 def test_wrong_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import dpkfc
 from dpkfc.experiments import preset
+from dpkfc.experiments.order import Order
 from dpkfc.experiments.preset import Result, Run
 
 
@@ -67,14 +68,14 @@ def test_the_command_runs_resumes_and_reports(folder: Path, quick: None, capsys:
 
 def test_reproduced_into_a_folder(folder: Path, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preset, "QUICK_RECORDS", (120, 20))
-    preset.run(tmp_path, True, Console(quiet=True), folder)
+    preset.run(Order(tmp_path, Console(quiet=True), True, folder))
     (row,) = (json.loads(line) for line in (tmp_path / "quick.jsonl").read_text().splitlines())
     assert row["run"]["dataset"] == "mnist" and row["result"]["steps"] == 15
     text = (tmp_path / "quick.md").read_text()
     assert "**Quick:**" in text and "(1) |  |" in text, "no mark beside figures that say nothing"
     with pytest.raises(dpkfc.PrivacyError, match="fashion-mnist"):
         monkeypatch.setattr(preset, "MARKS", {"fashion-mnist": 89.7})
-        preset.run(tmp_path, False, Console(quiet=True), folder)
+        preset.run(Order(tmp_path, Console(quiet=True), False, folder))
 
 
 def test_first_records() -> None:

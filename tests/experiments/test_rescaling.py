@@ -10,6 +10,7 @@ from rich.console import Console
 
 import dpkfc
 from dpkfc.experiments import rescaling
+from dpkfc.experiments.order import Order
 from dpkfc.experiments.rescaling import NOISES, RUN, WAYS, error
 from dpkfc.noise.choose import evaluate
 
@@ -33,6 +34,6 @@ def test_rescaling_every_step_undoes_the_cancellation() -> None:
 
 def test_the_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rescaling, "error", lambda noise, way, seed: 2.0 if noise == dpkfc.Independent() else 1.0)
-    rescaling.run(tmp_path, quick=True, console=Console(quiet=True))
+    rescaling.run(Order(tmp_path, Console(quiet=True), quick=True))
     assert json.loads((tmp_path / "rescaling.json").read_text())["ratios"]["Adam"]["buffered, 2 buffers"] == [0.5]
     assert "| Adam | 0.50 to 0.50 |" in (tmp_path / "rescaling.md").read_text()

@@ -21,6 +21,7 @@ from dpkfc.data.sources import NAMED
 from dpkfc.experiments import sensitivity as experiment
 from dpkfc.experiments import sensitivity_findings as findings
 from dpkfc.experiments import sensitivity_plots as plots
+from dpkfc.experiments.order import Order
 from dpkfc.experiments.sensitivity import Place, Protocol, loaders
 from dpkfc.experiments.sensitivity_findings import (
     METHODS,
@@ -81,7 +82,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
     """Every setting that was trained, with a known truth: best at lr · clip = .05; DP-KFC's best stability is .01."""
     calls: list[Setting] = []
 
-    def fake(setting: Setting, load: Load) -> Result:
+    def fake(setting: Setting, load: Load, device: str) -> Result:
         records, test = load(setting.dataset, setting.scaling)
         assert len(records) == SMALL.records
         assert len(test) == (0 if setting.validation else 30), "trials must not get hold of the test set"
@@ -346,10 +347,10 @@ def test_an_interruption_loses_no_trial(
     load = loaders(SMALL, None)[0]
     told: list[int] = []
 
-    def interrupted(setting: Setting, load: Load) -> Result:
+    def interrupted(setting: Setting, load: Load, device: str) -> Result:
         if len(trained) == 7:
             raise KeyboardInterrupt
-        return ordinary(setting, load)
+        return ordinary(setting, load, device=device)
 
     monkeypatch.setattr(experiment, "train", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -393,7 +394,7 @@ def test_quick_leaves_the_real_results_alone(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(experiment, "QUICK", replace(experiment.QUICK, records=60, validation=20))
     monkeypatch.setattr(experiment, "find_spec", lambda name: None if name == "matplotlib" else True)
     console = Console(record=True)
-    experiment.run(tmp_path, True, console, None)
+    experiment.run(Order(tmp_path, console, True, None))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["quick-results.jsonl", "quick-table7.md"]
     text = (tmp_path / "quick-table7.md").read_text()
     assert "**Quick:**" in text and "    dpkfc reproduce table7 --data-dir DATA --quick\n" in text
@@ -406,10 +407,10 @@ def test_wrong_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(SystemExit, match="validation=5000: must be part of the 100 records"):
         experiment.main(["--out", str(tmp_path), "--records", "100"])
     with pytest.raises(dpkfc.PrivacyError, match="mnist"):
-        experiment.run(tmp_path, True, Console(), tmp_path / "nothing here")
+        experiment.run(Order(tmp_path, Console(), True, tmp_path / "nothing here"))
     monkeypatch.setattr(experiment, "find_spec", lambda name: None)
     with pytest.raises(dpkfc.PrivacyError, match="pip install 'dpkfc\\[tune\\]'"):
-        experiment.run(tmp_path, True, Console(), None)
+        experiment.run(Order(tmp_path, Console(), True, None))
 
 
 @pytest.mark.usefixtures("data")

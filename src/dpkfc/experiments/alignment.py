@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from torch import nn
 
 import dpkfc
@@ -32,6 +31,7 @@ from dpkfc.experiments.figures import (
     text_table,
     write_page,
 )
+from dpkfc.experiments.order import Order
 from dpkfc.experiments.setting import accuracy
 from dpkfc.experiments.sources import (
     ABOUT,
@@ -92,19 +92,20 @@ class Setting:
 Found = Mapping[Setting, Any]
 
 
-def run(out: Path, quick: bool, console: Console, data_dir: Path | None) -> None:
+def run(order: Order) -> None:
     """Print the tables; write alignment.json, alignment.md and pictures: Figure 3, 8 (-factors) and 9 (-vit)."""
-    tasks = load(data_dir)
+    out, quick, console = order.out, order.quick, order.console
+    tasks = load(order.data_dir)
     images, looks = (QUICK_IMAGES, QUICK_LOOKS) if quick else (IMAGES, LOOKS)
     settings = [
         Setting(Run(model, seed, RATES[model], looks), inputs, images)
         for inputs in list(INPUTS)[: 1 if quick else None]
         for model in GROUPS
-        for seed in SEEDS[: 1 if quick else None]
+        for seed in order.seeds(SEEDS)
     ]
     every = evaluate(
         settings,
-        lambda setting, on_step: measure(setting, tasks[setting.inputs], on_step),
+        lambda setting, on_step: measure(setting, tasks[setting.inputs], on_step, order.device),
         out / "alignment.json",
         console,
     )
@@ -113,7 +114,7 @@ def run(out: Path, quick: bool, console: Console, data_dir: Path | None) -> None
     for name, part in found.items():
         console.print(text_table(f"At the start → at the end: {name}", *cells(part), left=3))
     console.print(claim_table(claims))
-    command = f"dpkfc reproduce fig3{' --quick' if quick else ''}"
+    command = order.command("fig3")
     rest = [line for name, part in found.items() for line in section(name, part)]
     write_page(out / "alignment.md", TITLE, command, [*ABOUT, about_runs(every), REMARK], claims, rest)
     if can_draw(console):
@@ -123,7 +124,7 @@ def run(out: Path, quick: bool, console: Console, data_dir: Path | None) -> None
             plot_groups(part, out / f"alignment-vit{INPUTS[name]}.png")
 
 
-def measure(setting: Setting, task: Task, on_step: OnStep) -> dict[str, Any]:
+def measure(setting: Setting, task: Task, on_step: OnStep, device: str = "cpu") -> dict[str, Any]:
     """The six measures of every source and layer, at every look."""
     sources = {name: task.sources[name] for name in setting.sources}
     names = LAYERS[setting.run.model]
@@ -139,7 +140,7 @@ def measure(setting: Setting, task: Task, on_step: OnStep) -> dict[str, Any]:
         }
 
     geometry = dpkfc.KFC(task.sources[SYNTHETIC], seed=setting.run.seed)
-    return through_training(setting.run, fresh(setting.run), task.records, geometry, look, on_step)
+    return through_training(setting.run, fresh(setting.run, device), task.records, geometry, look, on_step)
 
 
 def series(found: Found, model: str, group: str, source: str, measure: int) -> list[list[float]]:

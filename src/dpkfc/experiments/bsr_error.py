@@ -23,6 +23,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from dpkfc.errors import PrivacyError
+from dpkfc.experiments.order import Order
 from dpkfc.noise.banded import Banded
 from dpkfc.noise.choose import Noise
 from dpkfc.noise.independent import Independent
@@ -129,8 +130,9 @@ def measure(case: Case) -> Row:
     return case.row | found | ({"cpu_seconds": round(seconds, 2)} if isinstance(case.noise, Banded) else {})
 
 
-def run(out: Path, quick: bool, console: Console, steps: Sequence[int] = STEPS) -> None:
-    """Print the tables; write bsr-error.json, bsr-error.md and bsr-error.png to the folder `out`."""
+def run(order: Order, steps: Sequence[int] = STEPS) -> None:
+    """Print the tables; write bsr-error.json, bsr-error.md and bsr-error.png. Nothing of it is random."""
+    out, quick, console = order.out, order.quick, order.console
     if not find_spec("matplotlib"):
         raise PrivacyError("the figure needs matplotlib: pip install matplotlib")
     steps = [n for n in steps if n <= QUICK] if quick else list(steps)

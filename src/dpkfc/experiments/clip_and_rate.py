@@ -35,6 +35,7 @@ import dpkfc
 from dpkfc.experiments.demo import MOMENTUM, kfc
 from dpkfc.experiments.on_digits import HELD_OUT, Result, results_file, run_all
 from dpkfc.experiments.on_digits import train as train_on_digits
+from dpkfc.experiments.order import Order
 from dpkfc.geometry.identity import Geometry
 from dpkfc.models import digits_cnn
 from dpkfc.report.experiment_report import publish
@@ -62,10 +63,10 @@ class Run:
     batch_size: int = 96
 
 
-def train(run: Run) -> Result:
+def train(run: Run, device: str = "cpu") -> Result:
     """Flat clipping, independent noise, SGD with momentum .9, the last weights."""
     torch.manual_seed(run.seed)
-    model = digits_cnn()
+    model = digits_cnn().to(device)
     return train_on_digits(
         model,
         torch.optim.SGD(model.parameters(), lr=run.lr, momentum=MOMENTUM),
@@ -267,20 +268,21 @@ def grid(clips: Sequence[float], rates: Sequence[float], seeds: Sequence[int]) -
     return [Run(method, clip, lr, seed) for seed in seeds for method in METHODS for clip in clips for lr in rates]
 
 
-def execute(runs: Sequence[Run], file: Path, console: Console, quick: bool = False) -> None:
-    results = run_all(runs, train, file, console)
+def execute(runs: Sequence[Run], file: Path, console: Console, quick: bool = False, device: str = "cpu") -> None:
+    results = run_all(runs, partial(train, device=device), file, console)
     findings = {method: find(results, method) for method in METHODS}
     text = markdown(findings, runs, file.with_suffix(".png").name, quick)
     publish(file, text, console, partial(plot, findings), quick)
 
 
-def run(out: Path, quick: bool, console: Console) -> None:
-    """The whole grid into the folder `out`; quick: nine short cells."""
-    runs = grid(CLIPS, RATES, SEEDS)
-    if quick:
-        runs = [replace(one, steps=QUICK_STEPS) for one in grid(QUICK_CLIPS, QUICK_RATES, SEEDS[:1])]
+def run(order: Order) -> None:
+    """The whole grid; quick: nine short cells."""
+    runs, name = grid(CLIPS, RATES, order.seeds(SEEDS)), "clip-and-rate.jsonl"
+    if order.quick:
+        runs, name = grid(QUICK_CLIPS, QUICK_RATES, order.seeds(SEEDS)), "quick.jsonl"
+        runs = [replace(one, steps=QUICK_STEPS) for one in runs]
     try:
-        execute(runs, out / ("quick.jsonl" if quick else "clip-and-rate.jsonl"), console, quick)
+        execute(runs, order.out / name, order.console, order.quick, order.device)
     except (OSError, ValueError) as error:
         raise dpkfc.PrivacyError(str(error)) from error
 

@@ -9,27 +9,35 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpkfc
 from dpkfc.data.digits import digits
+from dpkfc.data.records import on_device
+from dpkfc.experiments.figures import finish, new_figure
+from dpkfc.experiments.order import Order
+from dpkfc.experiments.setting import accuracy
 from dpkfc.experiments.study import read
 from dpkfc.geometry.identity import Geometry
 from dpkfc.models import digits_cnn
 from dpkfc.report.accuracy_table import mean_and_spread
 from dpkfc.report.experiment_report import publish
+from dpkfc.report.progress import bar
+from dpkfc.report.run_report import write_report
 from dpkfc.report.text import markdown_table
 
 BATCH_SIZE, MOMENTUM = 256, 0.9
 EPSILON, DELTA, EPOCHS, QUICK_EPOCHS, SEEDS = 3.0, 1e-5, 40.0, 4.0, (0, 1, 2, 3, 4)
+LOOKS = 25  # at the test accuracy on the way
+COLOURS = {"DP-SGD": "#0072B2", "DP-KFC": "#E69F00"}
 
 
 @dataclass(frozen=True)
@@ -63,13 +71,17 @@ class Outcome:
     noise_multiplier: float
     steps: int
     samples_per_second: float
+    course: list[tuple[int, float]]  # test accuracy after so many steps
 
 
-def run_demo(epsilon: float, delta: float, epochs: float, seed: int | None, console: Console) -> list[Outcome]:
+def run_demo(
+    epsilon: float, delta: float, epochs: float, seed: int | None, console: Console, device: str = "cpu"
+) -> list[Outcome]:
     """Train each method on the digits at the same budget, with a progress bar, and print the table."""
     train_set, test_set = digits()
-    outcomes = [train(method, train_set, test_set, epsilon, delta, epochs, seed, console) for method in METHODS]
-    table = Table(title=f"digits: 1,437 records, delta = {delta:g}, seed {seed}", title_justify="left")
+    outcomes = [train(method, train_set, test_set, epsilon, delta, epochs, seed, console, device) for method in METHODS]
+    seeded = "" if seed is None else f", seed {seed}"
+    table = Table(title=f"digits: 1,437 records, delta = {delta:g}{seeded}", title_justify="left")
     table.add_column("method")
     for heading in ("test accuracy", "epsilon spent", "sigma", "steps", "samples/s"):
         table.add_column(heading, justify="right")
@@ -95,17 +107,18 @@ def train(
     epochs: float,
     seed: int | None,
     console: Console,
+    device: str,
 ) -> Outcome:
     """A plain PyTorch loop; `make_private` is the only line that is not."""
     if seed is not None:
         torch.manual_seed(seed)
-    model = digits_cnn()
+    model = digits_cnn().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=method.learning_rate, momentum=MOMENTUM)
     with console.status("calibrating the noise"):
         private = dpkfc.make_private(
             model,
             optimizer,
-            train_set,
+            on_device(train_set, device),
             epsilon=epsilon,
             delta=delta,
             epochs=epochs,
@@ -116,51 +129,61 @@ def train(
             loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
         )
     console.print(private.plan)
-    bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    steps, seconds, course = private.plan.steps, 0.0, []
+    stops = {round(steps * part / LOOKS) for part in range(1, LOOKS + 1)}
     begun = time.perf_counter()
-    with Progress(*bar, console=console) as progress:
-        task = progress.add_task(method.name, total=private.plan.steps)
+    with bar(console) as progress:
+        task = progress.add_task(method.name, total=steps)
         for images, labels in private.loader:
             loss = F.cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             progress.update(task, completed=private.steps)
-        progress.update(task, completed=private.steps)
-    seconds = time.perf_counter() - begun
+            if private.steps in stops:
+                seconds += time.perf_counter() - begun
+                course.append((private.steps, accuracy(model, *test_set.tensors)))
+                begun = time.perf_counter()
     return Outcome(
         method.name,
-        accuracy(model, *test_set.tensors),
+        course[-1][1],
         private.epsilon(),
         private.plan.noise_multiplier,
         private.steps,
         private.not_private.samples / seconds,
+        course,
     )
 
 
-@torch.no_grad()
-def accuracy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
-    return float((model.eval()(x).argmax(1) == y).float().mean())
-
-
-def run(out: Path, quick: bool, console: Console) -> None:
-    """The demo once a seed, into the folder `out`; quick: one seed, a tenth as long."""
-    seeds, epochs = (SEEDS[:1], QUICK_EPOCHS) if quick else (SEEDS, EPOCHS)
-    file = out / ("quick.jsonl" if quick else "demo.jsonl")
+def run(order: Order) -> None:
+    """The demo once a seed; quick: one seed, a tenth as long."""
+    seeds, epochs, console = order.seeds(SEEDS), QUICK_EPOCHS if order.quick else EPOCHS, order.console
+    file = order.out / ("quick.jsonl" if order.quick else "demo.jsonl")
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        order.out.mkdir(parents=True, exist_ok=True)
         done = {row["seed"]: [Outcome(**one) for one in row["methods"]] for row in read(file)}
         for seed in seeds:
             if seed not in done:
-                done[seed] = run_demo(EPSILON, DELTA, epochs, seed, console)
+                done[seed] = run_demo(EPSILON, DELTA, epochs, seed, console, order.device)
                 with file.open("a") as opened:
                     opened.write(json.dumps({"seed": seed, "methods": [asdict(one) for one in done[seed]]}) + "\n")
-        publish(file, markdown([done[seed] for seed in seeds]), console, quick=quick)
+        found = [done[seed] for seed in seeds]
+        publish(file, markdown(found, DELTA), console, partial(plot, found), order.quick)
     except (OSError, ValueError) as error:
         raise dpkfc.PrivacyError(str(error)) from error
 
 
-def markdown(seeds: Sequence[Sequence[Outcome]]) -> str:
+def keep(outcomes: Sequence[Outcome], delta: float, out: Path) -> Path:
+    """The table and the picture of one demo, in a folder; the report of both."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        publish(out / "demo.md", markdown([outcomes], delta), Console(quiet=True), partial(plot, [outcomes]))
+    except OSError as error:
+        raise dpkfc.PrivacyError(f"--out {out}: {error}") from error
+    return write_report(out)
+
+
+def markdown(seeds: Sequence[Sequence[Outcome]], delta: float) -> str:
     """A line a method."""
     lines = []
     for rows in zip(*seeds, strict=True):
@@ -168,8 +191,22 @@ def markdown(seeds: Sequence[Sequence[Outcome]]) -> str:
         lines.append([rows[0].method, mean_and_spread([row.accuracy for row in rows]), every, str(rows[0].steps)])
     table = markdown_table(["method", "test %", "each seed", "steps"], lines)
     remark = (
-        f"digits_cnn on 1,437 digits, tested on 360; epsilon {EPSILON:g}, delta {DELTA:g}; mean ± standard deviation "
-        "over the seeds (their number). Each method has the best of five learning rates, chosen on held-out training "
-        "records, which is not charged."
+        f"digits_cnn on 1,437 digits, tested on 360; epsilon {seeds[0][0].epsilon:.3g}, delta {delta:g}; mean ± "
+        "standard deviation over the seeds (their number). Each method has the best of five learning rates, chosen on "
+        "held-out training records, which is not charged."
     )
     return f"# The demo over several seeds\n\n{table}\n\n{remark}\n"
+
+
+def plot(seeds: Sequence[Sequence[Outcome]], file: Path) -> None:
+    """Test accuracy along the steps: the mean over the seeds, and from the least to the most as a band."""
+    figure, [[panel]] = new_figure(1, 1, 7, 4.4)
+    for rows in zip(*seeds, strict=True):
+        steps = [step for step, _ in rows[0].course]
+        values = list(zip(*([100 * right for _, right in row.course] for row in rows), strict=True))
+        low, middle, high = ([function(some) for some in values] for function in (min, fmean, max))
+        colour = COLOURS[rows[0].method]
+        panel.plot(steps, middle, color=colour, label=rows[0].method, marker="o", markersize=3)
+        panel.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+    panel.set(xlabel="steps", ylabel="test accuracy, %", title=f"epsilon = {seeds[0][0].epsilon:.3g} at the last step")
+    finish(figure, panel, file)

@@ -14,7 +14,6 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from torch import nn
 
 import dpkfc
@@ -34,6 +33,7 @@ from dpkfc.experiments.figures import (
     text_table,
     write_page,
 )
+from dpkfc.experiments.order import Order
 from dpkfc.experiments.setting import accuracy
 from dpkfc.experiments.sources import (
     ABOUT,
@@ -97,21 +97,27 @@ Found = Mapping[Setting, Any]
 Compared = dict[tuple[str, str, str], Beside]  # by model, state, source
 
 
-def run(out: Path, quick: bool, console: Console, data_dir: Path | None) -> None:
+def run(order: Order) -> None:
     """Print the tables; write density.json, density.md and density.png."""
-    task = load(data_dir)[STANDARDISED]
+    out, quick, console = order.out, order.quick, order.console
+    task = load(order.data_dir)[STANDARDISED]
     images, steps, lanczos = (QUICK_IMAGES, QUICK_STEPS, QUICK_LANCZOS) if quick else (IMAGES, STEPS, LANCZOS)
     settings = [
         Setting(Run(model, seed, rate, (0, steps)), STANDARDISED, images, lanczos, VECTORS)
         for model, rate in RATES.items()
-        for seed in SEEDS[: 1 if quick else None]
+        for seed in order.seeds(SEEDS)
     ]
-    found = evaluate(settings, lambda setting, on_step: measure(setting, task, on_step), out / "density.json", console)
+    found = evaluate(
+        settings,
+        lambda setting, on_step: measure(setting, task, on_step, order.device),
+        out / "density.json",
+        console,
+    )
     compared = compare(found)
     claims = {"measured": check(compared)}
     console.print(text_table("Hessians beside that of the oracle", *cells(compared), left=3))
     console.print(claim_table(claims))
-    command = f"dpkfc reproduce fig7{' --quick' if quick else ''}"
+    command = order.command("fig7")
     method = f"Lanczos: {lanczos} steps from {VECTORS} random vector for each seed."
     rest = ["![sorted magnitudes](density.png)", markdown_table(*cells(compared), left=3)]
     write_page(out / "density.md", TITLE, command, [*ABOUT, about_runs(found), f"{REMARK} {method}"], claims, rest)
@@ -119,7 +125,7 @@ def run(out: Path, quick: bool, console: Console, data_dir: Path | None) -> None
         plot(found, out / "density.png")
 
 
-def measure(setting: Setting, task: Task, on_step: OnStep) -> dict[str, Any]:
+def measure(setting: Setting, task: Task, on_step: OnStep, device: str = "cpu") -> dict[str, Any]:
     """The quadrature of every source at the initial weights and after training."""
     sources = {name: task.sources[name] for name in setting.sources}
 
@@ -138,7 +144,7 @@ def measure(setting: Setting, task: Task, on_step: OnStep) -> dict[str, Any]:
         }
 
     geometry = dpkfc.KFC(task.sources[SYNTHETIC], seed=setting.run.seed)
-    return through_training(setting.run, fresh(setting.run), task.records, geometry, look, on_step)
+    return through_training(setting.run, fresh(setting.run, device), task.records, geometry, look, on_step)
 
 
 def _rounded(one: Quadrature) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from statistics import fmean, stdev
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -39,6 +38,7 @@ from dpkfc.experiments.figures import (
     text_table,
     write_page,
 )
+from dpkfc.experiments.order import Order
 from dpkfc.experiments.setting import accuracy
 from dpkfc.experiments.sources import (
     BRIGHT,
@@ -104,23 +104,27 @@ Found = Mapping[Setting, Any]
 Profile = dict[str, list[float]]  # by layer: signal to noise, of each seed
 
 
-def run(out: Path, quick: bool, console: Console, data_dir: Path | None) -> None:
+def run(order: Order) -> None:
     """Print the tables; write layer-snr.json, layer-snr.md and layer-snr.png."""
-    records, test = load(data_dir)
+    out, quick, console = order.out, order.quick, order.console
+    records, test = load(order.data_dir)
     images, looks = (QUICK_IMAGES, QUICK_LOOKS) if quick else (IMAGES, LOOKS)
     settings = [
         Setting(Run(model, seed, rate, looks, method, EPSILON), images, (SGD,) if method == SGD else METHODS[1:])
         for (model, method), rate in RATES.items()
-        for seed in SEEDS[: 1 if quick else None]
+        for seed in order.seeds(SEEDS)
     ]
     found = evaluate(
-        settings, lambda setting, on_step: measure(setting, records, test, on_step), out / "layer-snr.json", console
+        settings,
+        lambda setting, on_step: measure(setting, records, test, on_step, order.device),
+        out / "layer-snr.json",
+        console,
     )
     claims = {"measured": check(found)}
     console.print(text_table("Signal to noise", *cells(found), left=3))
     console.print(claim_table(claims))
     rest = ["![signal to noise by layer](layer-snr.png)", markdown_table(*cells(found), left=3)]
-    command = f"dpkfc reproduce fig1{' --quick' if quick else ''}"
+    command = order.command("fig1")
     write_page(out / "layer-snr.md", TITLE, command, [REMARK, about(found)], claims, rest)
     if can_draw(console):
         plot(found, out / "layer-snr.png")
@@ -137,7 +141,9 @@ def load(data_dir: Path | None) -> tuple[TensorDataset, TensorDataset]:
     return train, test
 
 
-def measure(setting: Setting, records: TensorDataset, test: TensorDataset, on_step: OnStep) -> dict[str, Any]:
+def measure(
+    setting: Setting, records: TensorDataset, test: TensorDataset, on_step: OnStep, device: str = "cpu"
+) -> dict[str, Any]:
     """Signal to noise of every layer at every look, under the geometries that belong to the method of the run."""
     seed = setting.run.seed
     private = oracle(*records.tensors)
@@ -160,7 +166,7 @@ def measure(setting: Setting, records: TensorDataset, test: TensorDataset, on_st
         return {"accuracy": accuracy(model, *test.tensors), "ratios": ratios}
 
     torch.manual_seed(seed)
-    model = MODELS[setting.run.model]()
+    model = MODELS[setting.run.model]().to(device)
     trained = geometries[SGD if setting.run.method == SGD else KFC]
     return through_training(setting.run, model, records, trained, look, on_step)
 

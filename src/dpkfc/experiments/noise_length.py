@@ -28,12 +28,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import nn
 
 import dpkfc
 from dpkfc.experiments.on_digits import HELD_OUT, Result, data, pink, results_file, run_all
 from dpkfc.experiments.on_digits import train as train_on_digits
+from dpkfc.experiments.order import Order
 from dpkfc.experiments.setting import Setting, noise_of
 from dpkfc.experiments.study import Row, read
 from dpkfc.models import digits_cnn, mlp, paper_cnn
@@ -117,9 +117,9 @@ class Run:
     batch_size: int = 171  # makes 200 steps
 
 
-def train(run: Run) -> Result:
+def train(run: Run, device: str = "cpu") -> Result:
     torch.manual_seed(run.seed)
-    model = MODELS[run.model]()
+    model = MODELS[run.model]().to(device)
     recipe = dpkfc.recipe(
         model,
         records=len(data()[0]),
@@ -337,26 +337,32 @@ def plot(sweeps: Sequence[Sweep], file: Path) -> None:
     plt.close(figure)
 
 
-def sweep_runs(models: Iterable[str], epsilons: Iterable[float], lengths: Iterable[float]) -> list[Run]:
-    return [Run(*one, seed) for one in product(models, epsilons, lengths) for seed in SEEDS]
+def sweep_runs(
+    models: Iterable[str], epsilons: Iterable[float], lengths: Iterable[float], seeds: Iterable[int]
+) -> list[Run]:
+    return [Run(*one) for one in product(models, epsilons, lengths, seeds)]
 
 
-def execute(runs: Sequence[Run], recorded: Sequence[Sweep], file: Path, console: Console, quick: bool = False) -> None:
-    sweeps = [*recorded, *digits_sweeps(run_all(runs, train, file, console))]
-    publish(file, markdown(sweeps, file.with_suffix(".png").name), console, partial(plot, sweeps), quick)
+def execute(runs: Sequence[Run], recorded: Sequence[Sweep], file: Path, order: Order) -> None:
+    results = run_all(runs, partial(train, device=order.device), file, order.console)
+    sweeps = [*recorded, *digits_sweeps(results)]
+    publish(file, markdown(sweeps, file.with_suffix(".png").name), order.console, partial(plot, sweeps), order.quick)
 
 
-def run(out: Path, quick: bool, console: Console) -> None:
-    """The sweeps on the digits, beside those that studies left in the folder `out`; quick: one of them."""
-    runs = sweep_runs(*QUICK) if quick else sweep_runs(MODELS, EPSILONS, LENGTHS)
+def run(order: Order) -> None:
+    """The sweeps on the digits, beside those that studies left in the same folder; quick: one of them."""
+    out = order.out
+    models, epsilons, lengths = QUICK if order.quick else (tuple(MODELS), EPSILONS, LENGTHS)
+    runs = sweep_runs(models, epsilons, lengths, order.seeds(SEEDS))
     try:
         recorded = recorded_sweeps(out)
-        execute(runs, recorded, out / ("quick.jsonl" if quick else "noise-length.jsonl"), console, quick)
+        execute(runs, recorded, out / ("quick.jsonl" if order.quick else "noise-length.jsonl"), order)
     except (OSError, ValueError) as error:
         raise dpkfc.PrivacyError(str(error)) from error
     if not recorded:
         first = " and ".join(f"`dpkfc reproduce {name} --out {out / name}`" for name in ("geometry", "correlated"))
-        console.print(f"The digits alone: for sweeps of the paper's CNN run {first}, then this again.", soft_wrap=True)
+        advice = f"The digits alone: for sweeps of the paper's CNN run {first}, then this again."
+        order.console.print(advice, soft_wrap=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -370,7 +376,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         recorded = recorded_sweeps(chosen.results) if chosen.results else []
         if chosen.results and not recorded:
             raise ValueError(f"{chosen.results} holds no sweep: three tries that differ only in the learning rate")
-        execute(sweep_runs(MODELS, EPSILONS, LENGTHS), recorded, chosen.out, Console())
+        execute(sweep_runs(MODELS, EPSILONS, LENGTHS, SEEDS), recorded, chosen.out, Order(chosen.out.parent))
     except (dpkfc.PrivacyError, OSError, ValueError) as error:
         sys.exit(f"dpkfc.experiments.noise_length: {error}")
 

@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import dpkfc
 from dpkfc.data.digits import digits
+from dpkfc.data.records import on_device
 from dpkfc.experiments.setting import Data, accuracy, split
 from dpkfc.experiments.study import read
 from dpkfc.report.progress import bar
@@ -59,6 +60,7 @@ def train(
 ) -> Result:
     """A plain PyTorch loop; `arguments` are those of `make_private`."""
     records, measured = data()
+    records = on_device(records, next(model.parameters()).device)
     private = dpkfc.make_private(model, optimizer, records, seed=seed, **arguments)
     for images, labels in private.loader:
         F.cross_entropy(model(images), labels).backward()

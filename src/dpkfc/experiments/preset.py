@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -29,8 +28,10 @@ from torch.utils.data import TensorDataset
 import dpkfc
 from dpkfc.data.cifar import cifar10
 from dpkfc.data.idx import idx_images
+from dpkfc.data.records import on_device
 from dpkfc.experiments.arguments import names_among
 from dpkfc.experiments.on_digits import results_file
+from dpkfc.experiments.order import Order
 from dpkfc.experiments.setting import Data, accuracy, split
 from dpkfc.experiments.study import SEEDS, Row, read
 from dpkfc.features import Scattering, standardised
@@ -111,10 +112,17 @@ def features(data: Data, on_part: Callable[[float], None], probes: int = PROBES)
     return (found[0], found[1]), dpkfc.Through(probe, transform)  # type: ignore[arg-type]
 
 
-def train(run: Run, data: Data, probe: dpkfc.Through, on_step: Callable[[float], None] = lambda part: None) -> Result:
+def train(
+    run: Run,
+    data: Data,
+    probe: dpkfc.Through,
+    on_step: Callable[[float], None] = lambda part: None,
+    device: str = "cpu",
+) -> Result:
     records, measured = split(data, run.validation)
+    records = on_device(records, device)
     torch.manual_seed(run.seed)
-    model = nn.Linear(records.tensors[0].shape[1], 10)
+    model = nn.Linear(records.tensors[0].shape[1], 10).to(device)
     nn.init.zeros_(model.weight)
     recipe = dpkfc.recipe(
         model,
@@ -180,17 +188,17 @@ def runs_of(
     return [Run(dataset, epsilon, seed, validation, epochs, noise_length) for dataset, epsilon, seed in every]
 
 
-def execute(runs: Iterable[Run], data_dir: Path | None, file: Path, console: Console, quick: bool = False) -> None:
+def execute(runs: Iterable[Run], file: Path, order: Order) -> None:
     for _, some in groupby(runs, lambda run: run.dataset):
-        run_all(list(some), data_dir, file, console, quick)
-    publish(file, markdown(read(file), quick), console, quick=quick)
+        run_all(list(some), file, order)
+    publish(file, markdown(read(file), order.quick), order.console, quick=order.quick)
 
 
-def run(out: Path, quick: bool, console: Console, data_dir: Path | None = None) -> None:
-    """The whole table into the folder `out`; quick: one run on the first records of MNIST."""
-    runs = runs_of(["mnist"], [3.0], SEEDS[:1]) if quick else runs_of(MARKS, EPSILONS, SEEDS)
+def run(order: Order) -> None:
+    """The whole table; quick: one run on the first records of MNIST."""
+    datasets, epsilons, name = (["mnist"], [3.0], "quick") if order.quick else (MARKS, EPSILONS, "preset")
     try:
-        execute(runs, data_dir, out / ("quick.jsonl" if quick else "preset.jsonl"), console, quick)
+        execute(runs_of(datasets, epsilons, order.seeds(SEEDS)), order.out / f"{name}.jsonl", order)
     except (OSError, ValueError) as error:
         raise dpkfc.PrivacyError(str(error)) from error
 
@@ -211,23 +219,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     common = (chosen.validation, chosen.epochs, chosen.noise_length)
     runs = runs_of(chosen.dataset, chosen.epsilon, chosen.seed, *common)
     try:
-        execute(runs, chosen.data_dir, chosen.out, Console())
+        execute(runs, chosen.out, Order(chosen.out.parent, data_dir=chosen.data_dir))
     except (dpkfc.PrivacyError, OSError, ValueError) as error:
         sys.exit(f"dpkfc.experiments.preset: {error}")
 
 
-def run_all(runs: Sequence[Run], data_dir: Path | None, out: Path, console: Console, quick: bool = False) -> None:
+def run_all(runs: Sequence[Run], out: Path, order: Order) -> None:
     """Those on one data set that the file does not hold yet; the features are computed once."""
     done = [row["run"] for row in read(out)]
     todo = [run for run in runs if asdict(run) not in done]
     if not todo:
         return
-    data, probes = images(todo[0].dataset, data_dir), PROBES
-    if quick:
+    data, probes = images(todo[0].dataset, order.data_dir), PROBES
+    if order.quick:
         data, probes = first(data, *QUICK_RECORDS), QUICK_PROBES
     out.parent.mkdir(parents=True, exist_ok=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=order.console) as progress:
         bar = progress.add_task(f"{todo[0].dataset}: features", total=1.0)
 
         def on_part(part: float) -> None:
@@ -236,10 +244,10 @@ def run_all(runs: Sequence[Run], data_dir: Path | None, out: Path, console: Cons
         found, probe = features(data, on_part, probes)
         for run in todo:
             progress.reset(bar, description=f"{run.dataset}: epsilon {run.epsilon:g}, seed {run.seed}")
-            result = train(run, found, probe, on_part)
+            result = train(run, found, probe, on_part, order.device)
             with out.open("a") as file:
                 file.write(json.dumps({"run": asdict(run), "result": asdict(result)}) + "\n")
-            console.print(f"{run}: {100 * result.accuracy:.2f} %", markup=False, highlight=False)
+            order.console.print(f"{run}: {100 * result.accuracy:.2f} %", markup=False, highlight=False)
 
 
 if __name__ == "__main__":

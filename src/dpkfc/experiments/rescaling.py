@@ -11,16 +11,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
 import dpkfc
+from dpkfc.experiments.order import Order
 from dpkfc.noise.choose import Noise, evaluate
 from dpkfc.noise.rng import first_key, next_key, sub_key
 from dpkfc.report.text import markdown_table
@@ -74,9 +73,9 @@ def error(noise: Noise, way: Way, seed: int) -> float:
     return math.sqrt(noisy_path * RUN["steps"]) / abs(moved)
 
 
-def run(out: Path, quick: bool, console: Console) -> None:
+def run(order: Order) -> None:
     """Print the table; write rescaling.json and rescaling.md."""
-    seeds = SEEDS[:1] if quick else SEEDS
+    out, console, seeds = order.out, order.console, order.seeds(SEEDS)
     found: dict[str, dict[str, list[float]]] = {}
     for way in track(WAYS, "rescaling", console=console, transient=True):
         errors = {name: [error(noise, way, seed) for seed in seeds] for name, noise in NOISES.items()}

@@ -35,6 +35,7 @@ from dpkfc.data.idx import Scaling
 from dpkfc.data.sources import NAMED
 from dpkfc.experiments.arguments import names_among
 from dpkfc.experiments.geometry import SCALING
+from dpkfc.experiments.order import Order
 from dpkfc.experiments.sensitivity_findings import METHODS, SPACE, Range, Sweep, study_of
 from dpkfc.experiments.sensitivity_plots import plot_analysis, plot_pairs
 from dpkfc.experiments.sensitivity_report import PUBLISHED, Pair, markdown
@@ -113,10 +114,11 @@ QUICK = Protocol(trials=6, records=1500, validation=500, epochs=1, probe_batch=1
 
 @dataclass(frozen=True)
 class Place:
-    """Where results are kept, and whose."""
+    """Where results are kept, whose, and where they are computed."""
 
     file: Path
     protocol: Protocol
+    device: str = "cpu"
 
     def rows(self, dataset: str, method: str, final: bool) -> list[Row]:
         """Those of this protocol: trials, or runs on the test set."""
@@ -129,7 +131,7 @@ class Place:
 
     def add(self, setting: Setting, params: Params, load: Load, console: Console) -> float:
         """Train, and append what came of it."""
-        result = train(setting, load)
+        result = train(setting, load, device=self.device)
         row = {
             "key": self.protocol.key,
             "protocol": self.protocol.contents,
@@ -254,8 +256,10 @@ def collect(place: Place) -> dict[str, Pair]:
 
 def command(protocol: Protocol) -> str:
     """What makes the results."""
-    if protocol in (FULL, QUICK):
-        return "dpkfc reproduce table7 --data-dir DATA" + (" --quick" if protocol == QUICK else "")
+    for known, quick in ((FULL, ""), (QUICK, " --quick")):
+        if protocol == replace(known, seeds=protocol.seeds):
+            seed = "" if protocol.seeds == known.seeds else f" --seed {protocol.seeds[0]}"
+            return f"dpkfc reproduce table7 --data-dir DATA{quick}{seed}"
     options = {name: getattr(protocol, name) for name in ("trials", "records", "validation", "epochs", "probe_batch")}
     given = [f"--{name.replace('_', '-')} {value:.10g}" for name, value in options.items() if value is not None]
     return " ".join(["python -m dpkfc.experiments.sensitivity", *given, "--data-dir DATA --out FOLDER"])
@@ -277,16 +281,15 @@ def about(protocol: Protocol) -> str:
     )
 
 
-def execute(
-    protocol: Protocol, datasets: Sequence[str], out: Path, console: Console, data_dir: Path | None, quick: bool = False
-) -> None:
+def execute(protocol: Protocol, datasets: Sequence[str], order: Order) -> None:
     """Search and measure, data set by data set; the report grows with each of them."""
+    out, console, quick = order.out, order.console, order.quick
     if not find_spec("optuna"):
         raise dpkfc.PrivacyError("the search needs Optuna, which is not installed: pip install 'dpkfc[tune]'")
     out.mkdir(parents=True, exist_ok=True)
     prefix = "quick-" if quick else ""
-    place = Place(out / f"{prefix}results.jsonl", protocol)
-    for_trials, for_finals = loaders(protocol, data_dir)
+    place = Place(out / f"{prefix}results.jsonl", protocol, order.device)
+    for_trials, for_finals = loaders(protocol, order.data_dir)
     for dataset in datasets:
         for method in METHODS:
             search(place, dataset, method, for_trials, console)
@@ -302,10 +305,11 @@ def execute(
         plot_pairs(sweeps[dataset][1], dataset, out / f"{prefix}fig11-{dataset}.png")
 
 
-def run(out: Path, quick: bool, console: Console, data_dir: Path | None) -> None:
-    """The paper's protocol on all data sets, into the folder `out`: many hours. Quick: a few short trials on MNIST."""
+def run(order: Order) -> None:
+    """The paper's protocol on all data sets: many hours. Quick: a few short trials on MNIST."""
+    protocol, datasets = (QUICK, ["mnist"]) if order.quick else (FULL, list(SCALINGS))
     try:
-        execute(QUICK if quick else FULL, ["mnist"] if quick else list(SCALINGS), out, console, data_dir, quick)
+        execute(replace(protocol, seeds=order.seeds(protocol.seeds)), datasets, order)
     except (OSError, ValueError) as error:
         raise dpkfc.PrivacyError(str(error)) from error
 
@@ -325,7 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = vars(parser.parse_args(arguments))
     out, data_dir, datasets = (chosen.pop(name) for name in ("out", "data_dir", "datasets"))
     try:
-        execute(Protocol(**chosen), datasets, out, Console(), data_dir)
+        execute(Protocol(**chosen), datasets, Order(out, data_dir=data_dir))
     except (dpkfc.PrivacyError, OSError, ValueError) as error:
         sys.exit(f"{prog}: {error}")
 

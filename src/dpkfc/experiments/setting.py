@@ -21,6 +21,7 @@ import dpkfc
 from dpkfc.data.changes import CHANGES
 from dpkfc.data.featured import FEATURED
 from dpkfc.data.idx import Scaling
+from dpkfc.data.records import on_device
 from dpkfc.data.sources import NAMED
 from dpkfc.geometry.probes.probe import Probe
 from dpkfc.models import mlp, paper_cnn, tiny_vit
@@ -123,19 +124,21 @@ class Result:
     course: tuple[float, ...] | None = None  # of the averaged iterates if there are, on the first `COURSE` records
 
 
-def train(setting: Setting, load: Load, on_step: Callable[[int, int], None] = lambda done, of: None) -> Result:
+def train(
+    setting: Setting, load: Load, on_step: Callable[[int, int], None] = lambda done, of: None, device: str = "cpu"
+) -> Result:
     """A plain PyTorch loop; `on_step(done, of)` is called after every step."""
     records, measured = split(changed(load(setting.dataset, setting.scaling), setting.change), setting.validation)
     shape, classes = tuple(records.tensors[0].shape[1:]), len(DATASETS[setting.dataset][0])
     torch.manual_seed(setting.seed)
-    model = MODELS[setting.model or "cnn"](shape, classes)
+    model = MODELS[setting.model or "cnn"](shape, classes).to(device)
     if len(shape) == 3:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = optimizer_of(setting, model)
     private = dpkfc.make_private(
         model,
         optimizer,
-        records,
+        on_device(records, device),
         epsilon=setting.epsilon,
         delta=setting.delta,
         epochs=setting.epochs,
@@ -277,5 +280,5 @@ def noise_of(setting: Setting) -> Noise | None:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    right = [(model(part).argmax(1) == labels).sum() for part, labels in zip(x.split(1000), y.split(1000), strict=True)]
-    return float(sum(right)) / len(y)
+    device, parts = next(model.parameters()).device, zip(x.split(1000), y.split(1000), strict=True)
+    return sum(int((model(part.to(device)).argmax(1).cpu() == labels).sum()) for part, labels in parts) / len(y)

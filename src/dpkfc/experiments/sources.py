@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 import dpkfc
 from dpkfc.data.cifar import cifar10
 from dpkfc.data.idx import CLASSES, SIDE, idx_images
+from dpkfc.data.records import on_device
 from dpkfc.errors import PrivacyError
 from dpkfc.experiments.figures import OnStep
 from dpkfc.geometry.identity import Geometry
@@ -169,10 +170,10 @@ def grey_images(images: Tensor) -> Tensor:
     return F.interpolate(grey, (SIDE, SIDE), mode="bilinear", antialias=True, align_corners=False)
 
 
-def fresh(run: Run) -> nn.Module:
+def fresh(run: Run, device: str = "cpu") -> nn.Module:
     """The model of a run at its initial weights."""
     torch.manual_seed(run.seed)
-    return MODELS[run.model]()
+    return MODELS[run.model]().to(device)
 
 
 def through_training(
@@ -188,7 +189,7 @@ def through_training(
     private = dpkfc.make_private(
         model,
         optimizer,
-        records,
+        on_device(records, next(model.parameters()).device),
         epsilon=run.epsilon,
         delta=DELTA,
         steps=max(run.looks),

@@ -19,7 +19,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.console import Console
 from torch import nn
 
 import dpkfc
@@ -40,6 +39,7 @@ from dpkfc.experiments.figures import (
     text_table,
     write_page,
 )
+from dpkfc.experiments.order import Order
 from dpkfc.experiments.setting import accuracy
 from dpkfc.experiments.sources import (
     ABOUT,
@@ -98,19 +98,20 @@ class Setting:
     sources: tuple[str, ...] = (ORACLE, *LOOKED_AT)
 
 
-def run(out: Path, quick: bool, console: Console, data_dir: Path | None) -> None:
+def run(order: Order) -> None:
     """Print the tables; write spectra.json, spectra.md, spectra.png (Figure 2) and spectra-layers.png (Figure 6)."""
-    tasks = load(data_dir)
+    out, quick, console = order.out, order.quick, order.console
+    tasks = load(order.data_dir)
     images, steps = (QUICK_IMAGES, QUICK_STEPS) if quick else (IMAGES, STEPS)
     settings = [
         Setting(Run(model, seed, rate, (0, steps)), inputs, images, POINTS)
         for inputs in list(INPUTS)[: 1 if quick else None]
         for model, rate in RATES.items()
-        for seed in SEEDS[: 1 if quick else None]
+        for seed in order.seeds(SEEDS)
     ]
     every = evaluate(
         settings,
-        lambda setting, on_step: measure(setting, tasks[setting.inputs], on_step),
+        lambda setting, on_step: measure(setting, tasks[setting.inputs], on_step, order.device),
         out / "spectra.json",
         console,
     )
@@ -120,7 +121,7 @@ def run(out: Path, quick: bool, console: Console, data_dir: Path | None) -> None
     for name in found:
         console.print(text_table(f"Shape distance from the oracle, decades: {name}", *means_of(shapes[name])))
     console.print(claim_table(claims))
-    command = f"dpkfc reproduce fig2{' --quick' if quick else ''}"
+    command = order.command("fig2")
     rest = [line for name in found for line in tables(name, shapes[name])]
     write_page(out / "spectra.md", TITLE, command, [*ABOUT, about_runs(every), REMARK], claims, rest)
     if can_draw(console):
@@ -129,7 +130,7 @@ def run(out: Path, quick: bool, console: Console, data_dir: Path | None) -> None
             plot_layers(found[name], out / f"spectra-layers{INPUTS[name]}.png")
 
 
-def measure(setting: Setting, task: Task, on_step: OnStep) -> dict[str, Any]:
+def measure(setting: Setting, task: Task, on_step: OnStep, device: str = "cpu") -> dict[str, Any]:
     """The spectra of every source and layer at the initial weights and after training."""
     sources = {name: task.sources[name] for name in setting.sources}
     names = LAYERS[setting.run.model]
@@ -148,7 +149,7 @@ def measure(setting: Setting, task: Task, on_step: OnStep) -> dict[str, Any]:
         }
 
     geometry = dpkfc.KFC(task.sources[SYNTHETIC], seed=setting.run.seed)
-    return through_training(setting.run, fresh(setting.run), task.records, geometry, look, on_step)
+    return through_training(setting.run, fresh(setting.run, device), task.records, geometry, look, on_step)
 
 
 def logarithms(values: Sequence[float]) -> list[float]:

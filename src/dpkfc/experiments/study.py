@@ -22,6 +22,7 @@ from rich.console import Console
 import dpkfc
 from dpkfc.data.idx import Scaling
 from dpkfc.experiments.arguments import names_among
+from dpkfc.experiments.order import Order
 from dpkfc.experiments.setting import DATASETS, Data, Load, Setting, scaled, train
 from dpkfc.report.accuracy_table import Summary, accuracy_markdown, accuracy_table, plot_accuracy
 from dpkfc.report.progress import bar
@@ -122,7 +123,7 @@ def summarise(study: Study, rows: Sequence[Row]) -> list[Summary]:
     return summaries
 
 
-def run(settings: Sequence[Setting], load: Load, out: Path, console: Console) -> None:
+def run(settings: Sequence[Setting], load: Load, out: Path, console: Console, device: str = "cpu") -> None:
     """Train every setting that the file does not hold yet; append each result as it comes."""
     done = {row["key"] for row in read(out)}
     todo = [setting for setting in settings if setting.key not in done]
@@ -136,7 +137,7 @@ def run(settings: Sequence[Setting], load: Load, out: Path, console: Console) ->
 
         for setting in todo:
             progress.reset(current, total=None, description=setting.arm)
-            result = train(setting, load, on_step)
+            result = train(setting, load, on_step, device)
             row = {"key": setting.key, "setting": asdict(setting), "result": asdict(result)}
             with out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -211,6 +212,7 @@ def execute(
     console: Console,
     stages: Sequence[str] = STAGES,
     count: int | None = None,
+    device: str = "cpu",
 ) -> None:
     """Tune, train what was chosen, show the table. Tasks whose data is not there are skipped, unless all are."""
 
@@ -224,9 +226,9 @@ def execute(
             if task in study.follows and study.follows[task].task in missing:
                 raise missing[study.follows[task].task]
             if "tune" in stages:
-                run(tries(study, task, arms, count), load, out, console)
+                run(tries(study, task, arms, count), load, out, console, device)
             if "final" in stages:
-                run(finals(study, read(out), task, arms), load, out, console)
+                run(finals(study, read(out), task, arms), load, out, console, device)
         except FileNotFoundError as error:
             missing[task] = error
             console.print(f"{task} is skipped: {error}", markup=False, highlight=False, soft_wrap=True)
@@ -236,13 +238,21 @@ def execute(
         show(study, out, console)
 
 
-def reproduce(study: Study, out: Path, quick: bool, console: Console, data_dir: Path | None) -> None:
-    """The whole study into the folder `out`; quick: a tenth of an epoch, one try and one seed an arm."""
-    if quick:
-        tasks = {name: {**task, "epochs": 0.1} for name, task in study.tasks.items()}
-        study = replace(study, tasks=tasks, seeds=study.seeds[:1], seeds_of={}, published={})
-    file = out / ("quick.jsonl" if quick else "results.jsonl")
+def ordered(study: Study, order: Order) -> Study:
+    """The study with the seeds that were asked for; quick: a tenth of an epoch, and one seed an arm."""
+    tasks = {name: {**task, "epochs": 0.1} if order.quick else task for name, task in study.tasks.items()}
+    seeds_of = {task: order.seeds(seeds) for task, seeds in study.seeds_of.items()}
+    published = {} if order.quick else study.published
+    return replace(study, tasks=tasks, seeds=order.seeds(study.seeds), seeds_of=seeds_of, published=published)
+
+
+def reproduce(study: Study, order: Order) -> None:
+    """The whole study; quick: one try an arm."""
+    study, quick = ordered(study, order), order.quick
+    file, count = order.out / ("quick.jsonl" if quick else "results.jsonl"), 1 if quick else None
     try:
-        execute(study, list(study.tasks), study.arms, file, data_dir, console, count=1 if quick else None)
+        execute(
+            study, [*study.tasks], study.arms, file, order.data_dir, order.console, count=count, device=order.device
+        )
     except (OSError, ValueError) as error:
         raise dpkfc.PrivacyError(str(error)) from error

@@ -25,9 +25,11 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import track
 
+from dpkfc.data.records import on_device
 from dpkfc.errors import PrivacyError
 from dpkfc.experiments import optimizers, study
 from dpkfc.experiments.arguments import names_among
+from dpkfc.experiments.order import Order
 from dpkfc.experiments.setting import DATASETS, MODELS, Data, Setting, accuracy, split
 from dpkfc.experiments.study import Follow, Grid, Row, Study
 from dpkfc.experiments.tasks_report import Panel, Point, panel_markdown, plot_panels
@@ -269,15 +271,15 @@ def _on_mnist(setting: Mapping[str, Any]) -> bool:
     return setting["arm"] in MNIST_ARMS and all(setting.get(what) == value for what, value in common.items())
 
 
-def without_privacy(task: str, data: Data) -> Row:
+def without_privacy(task: str, data: Data, device: str = "cpu") -> Row:
     """The same model on the same data, trained by Adam with the best of a few rates on validation; test accuracies."""
     common = Setting(arm="", lr=0.0, **TASKS[task].common)
 
     def train(lr: float, seed: int, parts: Data) -> float:
         torch.manual_seed(seed)
-        records, measured = parts
+        records, measured = on_device(parts[0], device), parts[1]
         shape, classes = tuple(records.tensors[0].shape[1:]), len(DATASETS[common.dataset][0])
-        model = MODELS[common.model or "cnn"](shape, classes)
+        model = MODELS[common.model or "cnn"](shape, classes).to(device)
         optimizer = torch.optim.Adam(model.parameters(), lr=lr)
         for _ in range(PLAIN["epochs"]):
             for rows in torch.randperm(len(records)).split(PLAIN["batch_size"]):
@@ -292,13 +294,15 @@ def without_privacy(task: str, data: Data) -> Row:
     return {"lr": best, "validation": tried[best], "tests": [train(best, seed, data) for seed in SEEDS]}
 
 
-def references(tasks: Sequence[str], folder: Path, data_dir: Path | None, console: Console) -> None:
+def references(tasks: Sequence[str], order: Order) -> None:
     """Accuracy without privacy, into reference.json; what it holds is not repeated."""
+    folder, console = order.out, order.console
     for task in track(tasks, "without privacy", console=console, transient=True):
         found = _references(folder)
         if task not in found:
             try:
-                found[task] = without_privacy(task, DATASETS[TASKS[task].common["dataset"]][1](data_dir))
+                data = DATASETS[TASKS[task].common["dataset"]][1](order.data_dir)
+                found[task] = without_privacy(task, data, order.device)
             except FileNotFoundError as error:
                 console.print(f"{task} is skipped: {error}", markup=False, highlight=False, soft_wrap=True)
                 continue
@@ -337,26 +341,26 @@ def panel(task: str, summaries: Sequence[Summary], reference: Row) -> Panel:
     return Panel(found.heading, found.about, points, tuple(reference.get("tests", ())), found.paper_without_privacy)
 
 
-def execute(tasks: Sequence[str], folder: Path, data_dir: Path | None, console: Console, table: Study = TABLE5) -> None:
+def execute(tasks: Sequence[str], order: Order, table: Study = TABLE5) -> None:
     """Tune and train, then without privacy, then the report. What is in the folder is not repeated."""
+    folder, data_dir, console = order.out, order.data_dir, order.console
     chosen = [found for found in table.tasks if found.split()[0] in tasks]
-    file = folder / ("results.jsonl" if table is TABLE5 else "quick.jsonl")
-    if "mnist" in tasks and table is TABLE5:
+    file, count = folder / ("quick.jsonl" if order.quick else "results.jsonl"), 1 if order.quick else None
+    if "mnist" in tasks and not order.quick:
         console.print(f"{adopt(folder)} runs on MNIST are taken over from Table 1", highlight=False)
-    study.execute(table, chosen, table.arms, file, data_dir, console, ("tune", "final"), None if table is TABLE5 else 1)
-    if table is TABLE5:
-        references(tasks, folder, data_dir, console)
+    study.execute(table, chosen, table.arms, file, data_dir, console, ("tune", "final"), count, order.device)
+    if not order.quick:
+        references(tasks, order)
     show(folder, console, table)
 
 
-def run(out: Path, quick: bool, console: Console, data_dir: Path | None) -> None:
-    """All four tasks into the folder `out`; quick: a tenth of an epoch, one try and one seed an arm, at epsilon 1."""
-    table = TABLE5
-    if quick:
-        common = {name(task, 1.0): {**TABLE5.tasks[name(task, 1.0)], "epochs": 0.1} for task in TASKS}
-        table = replace(TABLE5, tasks=common, seeds=SEEDS[:1], published={}, follows={})
+def run(order: Order) -> None:
+    """All four tasks; quick: a tenth of an epoch, one try and one seed an arm, at epsilon 1."""
+    table = study.ordered(TABLE5, order)
+    if order.quick:
+        table = replace(table, tasks={name(task, 1.0): table.tasks[name(task, 1.0)] for task in TASKS}, follows={})
     try:
-        execute(list(TASKS), out, data_dir, console, table)
+        execute(list(TASKS), order, table)
     except (OSError, ValueError) as error:
         raise PrivacyError(str(error)) from error
 
@@ -373,7 +377,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if chosen.only_show:
             show(chosen.out, Console())
         else:
-            execute(chosen.task, chosen.out, chosen.data_dir, Console())
+            execute(chosen.task, Order(chosen.out, data_dir=chosen.data_dir))
     except (PrivacyError, OSError, ValueError) as error:
         sys.exit(f"{TABLE5.module}: {error}")
 
