@@ -9,6 +9,7 @@ from torch import Tensor
 
 ROUNDING = 1e-6  # the usual relative error of a float32 norm
 MARGIN = 1e-4  # and what no norm exceeds, by which the noise is larger than the clip asks for
+SMALLEST_CLIP = 1e-6  # what float32 loses of products of very small and very large numbers is far below
 SMALLEST_GAMMA = 1e-4
 
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from dpkfc.accounting.calibrate import Accountant, calibrate_noise, epsilon_spent
 from dpkfc.accounting.events import Mechanism
 from dpkfc.accounting.selection import BestOf
-from dpkfc.clipping import MARGIN, SMALLEST_GAMMA, Automatic
+from dpkfc.clipping import MARGIN, SMALLEST_CLIP, SMALLEST_GAMMA, Automatic
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.factorization import IDENTITY, Factorization
 from dpkfc.noise.sensitivity import Participation
@@ -287,6 +287,11 @@ def read_clip(clip: float | Automatic) -> tuple[float, float | None]:
     norm, gamma = (clip.norm, clip.gamma) if isinstance(clip, Automatic) else (clip, None)
     if not (isinstance(norm, Real) and norm > 0 and math.isfinite(norm)):
         raise PrivacyError(f"clip={norm!r}: must be a positive, finite number, since it bounds what one record can do")
+    if norm < SMALLEST_CLIP:
+        raise PrivacyError(
+            f"clip={norm:g}: at least {SMALLEST_CLIP:g}; of smaller ones rounding errors would be a part. What the "
+            "clip takes from the steps, a larger learning rate gives back"
+        )
     if gamma is not None and not SMALLEST_GAMMA <= gamma < math.inf:
         raise PrivacyError(
             f"gamma={gamma!r} of automatic clipping: must be finite and at least {SMALLEST_GAMMA:g}; smaller ones "

@@ -10,6 +10,7 @@ from dpkfc.capture.record import Outer, join
 from dpkfc.geometry.identity import Identity
 
 METRIC = Identity().map_of(())
+EPS = 2.0**-24
 
 
 @pytest.mark.parametrize("ones", [False, True])
@@ -25,7 +26,8 @@ def test_positions_that_cancel_do_not_hide_a_norm(size: float, ones: bool) -> No
     want = sum(g.flatten(1).square().sum(1) for g in exact).sqrt()
     got = outer.squared_norms(METRIC).double().sqrt()
     products = outer.left.flatten(1).norm(dim=1).double() * outer.right.flatten(1).norm(dim=1).double()
-    assert (got >= want * (1 - 1e-4)).all() and (got <= want * (1 + 1e-4) + 1e-7 * products).all()
+    room = 5 * 16 * EPS * products  # as many products are added up at a time
+    assert (got >= want * (1 - 1e-4)).all() and (got <= want * (1 + 1e-4) + 1.1 * room).all()
     # what the sample adds to the sum, clipped to 1 by that norm
     for i in range(5):
         alone = torch.zeros(5)
@@ -52,9 +54,10 @@ def test_a_head_that_undoes_its_embedding_does_not_hide_a_norm(size: float) -> N
     values = torch.randn(3, 4, 40)
     one_hot = torch.nn.functional.one_hot(ids, 60).float()
     head = Outer(-one_hot, values + size * torch.randn(3, 4, 40))
-    tied = join([head, Rows(ids, values, 60)])
+    tied = join([head, Rows.merged(ids, values, 60)])
     assert isinstance(tied, TiedHead)
     exact = head.right.double() - values.double()
     want, got = exact.flatten(1).norm(dim=1), tied.squared_norms(METRIC).double().sqrt()
     products = head.left.flatten(1).norm(dim=1).double() * head.right.flatten(1).norm(dim=1).double()
-    assert (got >= want * (1 - 1e-4)).all() and (got <= want * (1 + 1e-4) + 1e-7 * products).all()
+    room = (3 * 4 + 4) * EPS * 2 * products  # those of the head, and as much again of the embedding
+    assert (got >= want * (1 - 1e-4)).all() and (got <= want * (1 + 1e-4) + 1.1 * room).all()

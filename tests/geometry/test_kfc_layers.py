@@ -23,8 +23,8 @@ GEOMETRIES = {
 
 
 # In float64 what remains is the millionth by which every clip is smaller than asked. In float32 the maps enlarge
-# rounding by their condition number, up to 300 here.
-TOLERANCE = {torch.float64: 3e-6, torch.float32: 2e-4}
+# rounding by their condition number, up to 300 here, and norms are raised by what it may come to at worst.
+TOLERANCE = {torch.float64: 3e-6, torch.float32: 4e-4}
 PRECISIONS = [(name, torch.float64) for name in GEOMETRIES] + [("AG", torch.float32), ("A, low rank", torch.float32)]
 
 

@@ -117,18 +117,17 @@ class Patches:
         norms = torch.cat([sum_of_squares(metric.apply(piece.per_sample())) for piece in self._split()])
         # an entry of the input is in at most as many patches as the kernel has positions
         patches_size = squared_size(self.padded) * math.prod(self.module.kernel_size)
-        return with_slack(norms, squared_size(self.delta) * patches_size, metric.gain)
+        return with_slack(norms, squared_size(self.delta) * patches_size, metric.gain, self.delta[0, 0].numel())
 
     def squares(self) -> list[Tensor]:
         return add_up(Dense(piece.per_sample()).squares() for piece in self._split())
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
-        delta = at_least_float32(self.delta)
-        delta = delta * weights.to(delta.dtype).view(-1, *[1] * (delta.dim() - 1))
-        padded = at_least_float32(self.padded)
-        weight = torch.empty(self.module.weight.shape, dtype=delta.dtype, device=delta.device)
-        total = [_weight_gradient(self.module, padded, delta, weight, self.module.groups)]
-        return [*total, delta.flatten(2).sum((0, 2))] if self.ones else total
+        """Of the gradients as they were measured: one kernel for all would add up positions of different samples."""
+        parts = torch.split(weights, [len(piece.padded) for piece in self._split()])
+        return add_up(
+            Dense(piece.per_sample()).weighted_sum(part) for piece, part in zip(self._split(), parts, strict=True)
+        )
 
     def per_sample(self) -> list[Tensor]:
         padded, delta = at_least_float32(self.padded), at_least_float32(self.delta)

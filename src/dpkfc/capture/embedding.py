@@ -8,13 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from dpkfc.capture.linear import Slots, as_positions
-from dpkfc.capture.record import Outer, Use, at_least_float32, keep_rows, with_slack, without_cancellation
+from dpkfc.capture.record import Outer, Use, at_least_float32, deep, keep_rows, squared_size, trusted, with_slack
 from dpkfc.geometry.identity import Map
 
 
 @dataclass
 class Rows:
-    """``g_i = Σ_t e(id_it) δ_itᵀ`` with ids [B, T], values [B, T, q] and `count` rows in all."""
+    """``g_i = Σ_t e(id_it) v_itᵀ`` with ids [B, T], values [B, T, q] and `count` rows in all.
+
+    Within a sample no two values that are not zero have the same id (`merged` sees to it): what is measured is what is
+    added up. Were positions with the same id added to the sum one by one, values that cancel could swallow the rest of
+    it by rounding, and yet have a gradient of norm zero.
+    """
 
     ids: Tensor
     values: Tensor
@@ -22,44 +27,51 @@ class Rows:
 
     mapped = False
 
-    def _merged(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Sample, row and value: positions of a sample with the same id fall on the same row, so they are added."""
-        offsets = torch.arange(len(self.ids), device=self.ids.device).unsqueeze(1) * self.count
-        keys, inverse = torch.unique(self.ids + offsets, return_inverse=True)
-        values = at_least_float32(self.values).flatten(0, 1)
-        rows = values.new_zeros(len(keys), values.shape[1]).index_add_(0, inverse.flatten(), values)
-        return keys // self.count, keys % self.count, rows
+    @staticmethod
+    def merged(ids: Tensor, values: Tensor, count: int) -> Rows:
+        """Positions of a sample with the same id fall on the same row: the first of them takes the sum of all."""
+        offsets = torch.arange(len(ids), device=ids.device).unsqueeze(1) * count
+        keys, row = torch.unique(ids + offsets, return_inverse=True)
+        row, flat = row.flatten(), at_least_float32(values).flatten(0, 1)
+        sums = flat.new_zeros(len(keys), flat.shape[1]).index_add_(0, row, flat)
+        places = torch.arange(len(row), device=row.device)
+        first = torch.full((len(keys),), len(row), device=row.device).scatter_reduce_(0, row, places, "amin")
+        return Rows(ids, torch.zeros_like(flat).index_copy_(0, first, sums).view(*ids.shape, -1), count)
 
     def squared_norms(self, metric: Map) -> Tensor:
-        samples, ids, rows = self._merged()
-        rows = metric.rows(ids, rows)
-        return rows.new_zeros(len(self.ids)).index_add_(0, samples, rows.square().sum(1))
+        return squared_size(metric.rows(self.ids.flatten(), self.values.flatten(0, 1)).view_as(self.values))
+
+    def products(self) -> Tensor:
+        """``(Σ_t ‖v_t‖)²``"""
+        return squared_size(self.values.flatten(0, 1)).sqrt().view_as(self.ids).sum(1).square()
 
     def squares(self) -> list[Tensor]:
-        _, ids, rows = self._merged()
-        return [rows.new_zeros(self.count, rows.shape[1]).index_add_(0, ids, rows.square())]
+        total = self.values.new_zeros(self.count, self.values.shape[2])
+        return [total.index_add_(0, self.ids.flatten(), self.values.flatten(0, 1).square())]
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
-        values = at_least_float32(self.values)
-        return [self.add_weighted_(values.new_zeros(self.count, values.shape[2]), weights)]
+        return [self.add_weighted_(self.values.new_zeros(self.count, self.values.shape[2]), weights)]
 
     def add_weighted_(self, total: Tensor, weights: Tensor) -> Tensor:
         """Add ``Σ_i w_i g_i`` to `total`, in place."""
-        values = at_least_float32(self.values)
-        values = (values * weights.to(values.dtype).view(-1, 1, 1)).flatten(0, 1)
+        values = (self.values * weights.to(self.values.dtype).view(-1, 1, 1)).flatten(0, 1)
         return total.index_add_(0, self.ids.flatten(), values)
 
     def per_sample(self) -> list[Tensor]:
-        values = at_least_float32(self.values)
-        out = values.new_zeros(len(values), self.count, values.shape[2])
-        return [out.scatter_add_(1, self.ids.unsqueeze(2).expand_as(values), values)]
+        out = self.values.new_zeros(len(self.values), self.count, self.values.shape[2])
+        return [out.scatter_add_(1, self.ids.unsqueeze(2).expand_as(self.values), self.values)]
+
+    def picked(self, i: Tensor | slice) -> Rows:
+        return Rows(self.ids[i], self.values[i], self.count)
 
     def masked(self, keep: Tensor) -> Rows:
         return Rows(self.ids, keep_rows(self.values, keep), self.count)
 
     @staticmethod
     def cat(rows: list[Rows]) -> Rows:
-        return Rows(torch.cat([r.ids for r in rows], 1), torch.cat([r.values for r in rows], 1), rows[0].count)
+        if len(rows) == 1:
+            return rows[0]
+        return Rows.merged(torch.cat([r.ids for r in rows], 1), torch.cat([r.values for r in rows], 1), rows[0].count)
 
 
 @dataclass
@@ -76,8 +88,18 @@ class TiedHead:
     mapped = False
 
     def squared_norms(self, metric: Map) -> Tensor:
-        parts = self.head.squared_norms(metric) + self.rows.squared_norms(metric)
-        return without_cancellation(parts + 2 * self._cross(metric), parts, lambda i: self._exactly(i, metric))
+        positions = self.head.left.shape[1] + self.rows.ids.shape[1]
+        terms = positions + deep(self.head.left.shape[2]) + deep(self.head.right.shape[2])
+        norms, products, largest = self._norms(metric)
+        norms = trusted(norms, products, largest, terms, lambda i: self._picked(i).double()._norms(metric)[0])
+        return with_slack(norms, products, 1.0, self.head._together + self.rows.ids.shape[1])
+
+    def _norms(self, metric: Map) -> tuple[Tensor, Tensor, Tensor]:
+        """Squared norms; the square of the length, mapped, of all that is added; the largest square of a factor."""
+        of_head, of_rows = self.head.measured(metric), self.rows.squared_norms(metric)
+        products = (metric.gain * (self.head.products().sqrt() + self.rows.products().sqrt())).square()
+        largest = torch.stack([size.amax(1) for size in self.head._sizes()]).amax(0)
+        return of_head + of_rows + 2 * self._cross(metric), products, largest
 
     def _cross(self, metric: Map) -> Tensor:
         """``⟨U E, U H⟩ = ⟨U² E, H⟩``: the map of a tied weight scales its entries."""
@@ -87,12 +109,6 @@ class TiedHead:
         values = metric.rows(flat, metric.rows(flat, values.flatten(0, 1))).view_as(values)
         picked = left.gather(2, ids.unsqueeze(1).expand(-1, left.shape[1], -1))
         return torch.bmm(right, values.transpose(1, 2)).mul_(picked).sum((1, 2))
-
-    def _exactly(self, i: Tensor, metric: Map) -> Tensor:
-        head = Outer(self.head.left[i].double(), self.head.right[i].double())
-        rows = Rows(self.rows.ids[i], self.rows.values[i].double(), self.rows.count)
-        norms = head.squared_norms(metric) + rows.squared_norms(metric) + 2 * TiedHead(head, rows)._cross(metric)
-        return with_slack(norms.float(), head.products().float(), metric.gain)
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
         (total,) = self.head.weighted_sum(weights)
@@ -104,12 +120,14 @@ class TiedHead:
     def squares(self) -> list[Tensor]:
         total = torch.zeros(self.rows.count, self.rows.values.shape[2], device=self.rows.ids.device)
         for i in range(len(self.rows.ids)):
-            total += self._one(i).per_sample()[0][0].square()
+            total += self._picked(slice(i, i + 1)).per_sample()[0][0].square()
         return [total]
 
-    def _one(self, i: int) -> TiedHead:
-        one, head, rows = slice(i, i + 1), self.head, self.rows
-        return TiedHead(Outer(head.left[one], head.right[one]), Rows(rows.ids[one], rows.values[one], rows.count))
+    def _picked(self, i: Tensor | slice) -> TiedHead:
+        return TiedHead(self.head._picked(i), self.rows.picked(i))
+
+    def double(self) -> TiedHead:
+        return TiedHead(self.head.double(), Rows(self.rows.ids, self.rows.values.double(), self.rows.count))
 
     def masked(self, keep: Tensor) -> TiedHead:
         return TiedHead(self.head.masked(keep), self.rows.masked(keep))
@@ -123,4 +141,4 @@ def embedding(use: Use) -> Slots:
     if module.padding_idx is not None:
         padding = (ids == module.padding_idx).unsqueeze(2)
         values = torch.where(padding, torch.zeros((), dtype=values.dtype, device=values.device), values)
-    return [(("weight",), Rows(ids, values, module.num_embeddings))]
+    return [(("weight",), Rows.merged(ids, values, module.num_embeddings))]

@@ -25,11 +25,15 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from dpkfc.clipping import MARGIN
 from dpkfc.geometry.identity import UNCHANGED, Map
 
 LARGE_PRODUCT = 2_000_000  # multiplications from which a matrix product stands for itself
 SHORT = 8  # positions up to which Gram matrices cost next to nothing
 ROOM = 1.5  # formed gradients may take this many times the memory of (a, δ)
+ROWS = 512  # products that are added up at a time, unless one record has more
+DOUBT = 0.02  # the part of a squared norm that its rounding error may be
+LARGE = 1e10  # squared factors above it: the other one may be so small that its square is lost
 
 
 class Room:
@@ -124,35 +128,47 @@ def keep_rows(x: Tensor, keep: Tensor) -> Tensor:
 
 def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
     """Squared norm per sample over all tensors of a slot."""
-    return torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1).square() for g in grads]).sum(0)
+    return torch.stack([squared_size(g) for g in grads]).sum(0)
 
 
-def without_cancellation(norms: Tensor, parts: Tensor, again: Callable[[Tensor], Tensor]) -> Tensor:
-    """Squared norms, computed again (in float64, by `again`) for samples whose parts cancel.
+def deep(size: int) -> int:
+    """Additions one upon another in a product of vectors: matrix kernels add up blocks of fewer than `ROWS` entries."""
+    return min(size, ROWS) + size // ROWS
 
-    A squared norm added up from products of either sign has an error relative to its parts, not to itself. A
-    record made so that the parts cancel could pass for one of small norm and exceed the clip; where the
-    norm is below a tenth of the sum of its parts' squares, float32 is not trusted.
+
+def trusted(norms: Tensor, products: Tensor, largest: Tensor, terms: int, again: Callable[[Tensor], Tensor]) -> Tensor:
+    """Squared norms that are not too small.
+
+    A squared norm that is added up from products of either sign, `terms` of them one upon another, has an error
+    relative to the products, not to itself: at most ``terms eps (Σ_t ‖left_t‖ ‖right_t‖)²``. A record made so that they
+    cancel could pass for one of small norm, and exceed the clip. The error is added, but for what the noise has room
+    for (`MARGIN`); where it would be more than a fiftieth of the norm, it is computed `again`, in float64. So it is
+    where a factor is so large that the other one may matter although its square is less than any
+    float32.
     """
-    doubtful = (norms < 0.1 * parts).nonzero().flatten()
+    error = terms * torch.finfo(norms.dtype).eps / 2 * products
+    doubtful = ((error > DOUBT * norms) | (largest > LARGE)).nonzero().flatten()
+    norms = norms + (error - MARGIN * norms).clamp(min=0)  # squared: half as much of the norm itself
     if len(doubtful):
         norms[doubtful] = again(doubtful).clamp(min=0).to(norms.dtype)
     return norms
 
 
-def with_slack(norms: Tensor, products: Tensor, growth: float = 1.0) -> Tensor:
-    """Squared norms with room for the rounding of the weighted sum: ``(‖U g‖ + growth eps Σ_t ‖left_t‖ ‖right_t‖)²``.
+def with_slack(norms: Tensor, products: Tensor, growth: float, additions: int) -> Tensor:
+    """Squared norms with room for the rounding of the weighted sum: ``(‖U g‖ + n eps growth Σ_t ‖left_t‖ ‖right_t‖)²``.
 
-    The sum adds products left_t right_tᵀ in floating point, with an error relative to the products, the square of
-    whose total length ``Σ_t ‖left_t‖ ‖right_t‖`` is the second argument. Commonly that error is a millionth of the
-    norm; for a record whose products cancel it can be all of it.
+    The sum adds products left_t right_tᵀ in floating point, n at a time. In whatever order a kernel adds them, its
+    error is at most n eps times the lengths of what it adds, and a record's part of that is ``Σ_t ‖left_t‖ ‖right_t‖``,
+    the square of which is the second argument. Commonly n eps of it is a thousandth of the norm or less; for a record
+    whose products cancel it can be all of it, and much more. It is added, but for what the noise has room for
+    (`MARGIN`).
 
     If the sum is mapped after it was added up, the map enlarges that error by up to ‖U‖, while it may shrink the
     gradient itself: `growth` is ‖U‖ if the products are unmapped, and ``‖U‖ ‖U⁻¹‖`` if they are mapped. What is
     mapped first is released as it was measured, and its error does not grow.
     """
-    eps = torch.finfo(norms.dtype).eps / 2
-    return (norms.clamp(min=0).sqrt() + eps * growth * products.sqrt()).square()
+    lengths, eps = norms.clamp(min=0).sqrt(), additions * torch.finfo(norms.dtype).eps / 2
+    return (lengths + (eps * growth * products.sqrt() - MARGIN / 2 * lengths).clamp(min=0)).square()
 
 
 def add_up(parts: Iterable[list[Tensor]]) -> list[Tensor]:
@@ -164,9 +180,16 @@ def add_up(parts: Iterable[list[Tensor]]) -> list[Tensor]:
 
 
 def squared_size(x: Tensor) -> Tensor:
-    """Squared norm of each sample's entries, in float32 or better."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    norms: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=wide)
+    """Squared norm of each sample's entries, in float32 or better.
+
+    By blocks: the kernel adds entry upon entry, and ten million equal ones would come out a hundredth too short.
+    """
+    wide, x = torch.promote_types(x.dtype, torch.float32), x.flatten(1)
+    while x.shape[1] > ROWS:
+        whole = x.shape[1] // ROWS * ROWS
+        blocks = torch.linalg.vector_norm(x[:, :whole].unflatten(1, (-1, ROWS)), dim=2, dtype=wide)
+        x = torch.cat([blocks, x[:, whole:].to(wide)], 1)
+    norms: Tensor = torch.linalg.vector_norm(x, dim=1, dtype=wide)
     return norms.square()
 
 
@@ -182,13 +205,13 @@ def gram(x: Tensor) -> Tensor:
 
 
 def _gram_norms(outer: Outer) -> tuple[Tensor, Tensor, Tensor]:
-    """``Σ_{t,s} (left_t · left_s)(right_t · right_s)`` per sample; its terms with t = s; `Outer.products`."""
+    """``Σ_{t,s} (left_t · left_s)(right_t · right_s)`` per sample; `Outer.products`; the largest square of a factor."""
     products, of_left = gram(at_least_float32(outer.right)), gram(at_least_float32(outer.left))
     if outer.last is not None:
         products.addcmul_(outer.last.unsqueeze(1), outer.last.unsqueeze(2))
+    largest = torch.stack([part.diagonal(dim1=1, dim2=2).amax(1) for part in (products, of_left)]).amax(0)
     products.mul_(of_left)
-    single = products.diagonal(dim1=1, dim2=2)
-    return products.sum((1, 2)), single.sum(1), single.sqrt().sum(1).square()
+    return products.sum((1, 2)), products.diagonal(dim1=1, dim2=2).sqrt().sum(1).square(), largest
 
 
 @dataclass
@@ -202,7 +225,8 @@ class Dense:
         grads = self.per_sample()
         if self.mapped or metric is UNCHANGED:
             return sum_of_squares(grads)
-        return with_slack(sum_of_squares(metric.apply(grads)), sum_of_squares(grads), metric.gain)
+        mapped = 1 + sum(deep(size) for size in (grads[0].shape[1], grads[0][0, 0].numel()) if sum(metric.work))
+        return with_slack(sum_of_squares(metric.apply(grads)), sum_of_squares(grads), metric.gain, mapped)
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
         return [torch.tensordot(weights.to(x.dtype), x, dims=1) for x in self.per_sample()]
@@ -241,41 +265,78 @@ class Outer:
         return Outer(*metric.factors(left, right, self.last, rooms), self.transposed, mapped=True)
 
     def squared_norms(self, metric: Map) -> Tensor:
+        metric = UNCHANGED if self.mapped else metric
+        if self.left.shape[1] == 1:
+            return self._norms_of_one(metric)
+        return with_slack(self.measured(metric), self.products(), metric.gain, self._together)
+
+    def measured(self, metric: Map) -> Tensor:
+        """Squared norms, whatever becomes of the gradients in the sum."""
         batch, length, p = self.left.shape
         q = self.right.shape[2]
-        metric = UNCHANGED if self.mapped else metric
-        if length == 1:
-            return self._norms_of_one(metric)
         of_left, of_right = metric.work
         by_gram = length * length * (p + q) + length * (of_left + of_right)
         by_forming = length * p * q + q * of_left + p * of_right
         if not metric.factored or by_forming < by_gram:
             block = max(1, batch * length * (p + q) // (p * q))
-            norms = torch.cat([sum_of_squares(metric.apply(piece.per_sample())) for piece in self._split(block)])
-            return with_slack(norms, self.products(), metric.gain)
+            return torch.cat([sum_of_squares(metric.apply(piece.per_sample())) for piece in self._split(block)])
         with scratch() as rooms:
             mapped = self if metric is UNCHANGED else self.map_first(metric, rooms)
-            norms, parts, products = _gram_norms(mapped)
-            norms = without_cancellation(norms, parts, lambda i: _gram_norms(mapped._picked(i).double())[0])
-        return with_slack(norms, products, metric.condition)
+            terms = length + deep(p) + deep(q)
+            return trusted(*_gram_norms(mapped), terms, lambda i: _gram_norms(mapped._picked(i).double())[0])
 
     def _norms_of_one(self, metric: Map) -> Tensor:
         """One position: ``‖left‖² ‖right‖²``."""
-        left, right, last = at_least_float32(self.left), at_least_float32(self.right), self.last
-        if not metric.factored:
-            return metric.single(left[:, 0], right[:, 0], None if last is None else last[:, 0])
-        one = Outer(*metric.factors(left, right, last))
-        norms = one.products()
-        return norms if metric is UNCHANGED else with_slack(norms, norms, metric.condition)
+        norms, largest = self._one(metric)
+        extreme = (largest > LARGE).nonzero().flatten()
+        if len(extreme):
+            norms[extreme] = self._picked(extreme).double()._one(metric)[0].to(norms.dtype)
+        if metric is UNCHANGED or not metric.factored:
+            return norms
+        return with_slack(norms, norms, metric.condition, self._together)
 
-    def products(self) -> Tensor:
-        """``(Σ_t ‖left_t‖ ‖right_t‖)²``: what rounding is relative to. Positions with zero input add nothing."""
+    def _one(self, metric: Map) -> tuple[Tensor, Tensor]:
+        """The squared norms, and the largest square of a factor."""
+        left, right, last = at_least_float32(self.left), at_least_float32(self.right), self.last
+        if metric.factored:
+            left, right, last = metric.factors(left, right, last)
+        of_left, of_right = (size[:, 0] for size in Outer(left, right, last)._sizes())
+        if metric.factored:
+            norms = of_left * of_right
+        else:  # a scale for every entry: it enlarges rounding errors no more than the entries themselves
+            norms = metric.single(left[:, 0], right[:, 0], None if last is None else last[:, 0])
+        return norms, torch.maximum(of_left, of_right)
+
+    def _sizes(self) -> tuple[Tensor, Tensor]:
+        """``‖left_t‖²`` and ``‖right_t‖²``."""
         left, right = (squared_size(x.flatten(0, 1)) for x in (self.left, self.right))
         if self.last is not None:
             right = right + squared_size(self.last.reshape(-1, 1))
-        return (left * right).sqrt().view(self.left.shape[:2]).sum(1).square()
+        return left.view(self.left.shape[:2]), right.view(self.left.shape[:2])
+
+    def products(self) -> Tensor:
+        """``(Σ_t ‖left_t‖ ‖right_t‖)²``: what rounding is relative to. Positions with zero input add nothing."""
+        left, right = self._sizes()
+        return (left * right).sqrt().sum(1).square()
+
+    @property
+    def _block(self) -> int:
+        """Samples whose products are added up at a time: `ROWS` positions together, or one sample."""
+        return min(len(self.left), max(1, ROWS // self.left.shape[1]))
+
+    @property
+    def _together(self) -> int:
+        return self._block * self.left.shape[1]
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
+        block, total = self._block, None
+        for piece, part in zip(self._split(block), weights.split(block), strict=True):
+            total = piece._sum(part, total)
+        assert total is not None
+        return total
+
+    def _sum(self, weights: Tensor, before: list[Tensor] | None) -> list[Tensor]:
+        """Added to what was there `before`, in place."""
         left, right = at_least_float32(self.left), at_least_float32(self.right)
         scale = weights.to(left.dtype).view(-1, 1, 1)
         if left.shape[2] <= right.shape[2]:
@@ -284,10 +345,15 @@ class Outer:
             right = right * scale
             coefficients = None if self.last is None else self.last * scale[:, 0]
         first, second = (right, left) if self.transposed else (left, right)
-        total = [first.flatten(0, 1).T @ second.flatten(0, 1)]
+        factors = [(first.flatten(0, 1).T, second.flatten(0, 1))]
         if coefficients is not None:
-            total.append(coefficients.to(left.dtype).reshape(-1) @ left.flatten(0, 1))
-        return total
+            factors.append((left.flatten(0, 1).T, coefficients.to(left.dtype).reshape(-1)))
+        if before is None:
+            return [one @ other for one, other in factors]
+        before[0].addmm_(*factors[0])
+        for bias, (one, other) in zip(before[1:], factors[1:], strict=True):
+            bias.addmv_(one, other)
+        return before
 
     def per_sample(self, room: Room | None = None) -> list[Tensor]:
         left, right = at_least_float32(self.left), at_least_float32(self.right)
