@@ -129,12 +129,17 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-def check_isolation(model: nn.Module, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Try the model alone, with a random linear loss on its outputs (or its own loss, if it returns one)."""
+def check_isolation(model: nn.Module, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Try the model alone, with a random linear loss on its outputs (or its own loss, if it returns one).
+
+    False if nothing was to be seen, because the records are equal.
+    """
     batch = tape.batch
     assert batch is not None
     inputs = tree_map(lambda x: x[:ROWS] if _is_batched(x, batch) else x, (args, kwargs))
     rows = min(ROWS, batch)
+    if all(torch.equal(x, x[:1].expand_as(x)) for x in tree_leaves(inputs) if _is_batched(x, rows)):
+        return False
 
     def loss_of(inputs: Any) -> Tensor:
         out = model(*inputs[0], **inputs[1])
@@ -144,6 +149,7 @@ def check_isolation(model: nn.Module, tape: Tape, args: tuple[Any, ...], kwargs:
         return _linear_loss(out, rows)
 
     _demand_isolation(model, tape, inputs, rows, loss_of, "the model")
+    return True
 
 
 def check_loss(

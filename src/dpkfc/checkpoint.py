@@ -72,11 +72,12 @@ def load(path: str | os.PathLike[str], private: Private, others: dict[str, Any])
             f"checkpoint and call disagree about: {', '.join(sorted(unknown))}. Pass the same keyword "
             "arguments to save and load"
         )
-    private.load_state_dict(state["private"])
+    private.check_state(state["private"])
     private.model.load_state_dict(state["model"])
     private.optimizer.load_state_dict(state["optimizer"])
     for name, thing in others.items():
         thing.load_state_dict(state["others"][name])
+    private.load_state_dict(state["private"])  # last: what did not fit leaves the count of steps as it was
     _set_generators(state["generators"])
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from dpkfc.check import ROWS, check_loss, check_model, check_optimizer
 from dpkfc.clipping import Automatic
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.identity import Geometry, Identity
+from dpkfc.geometry.probes.public import LABELS
 from dpkfc.noise.choose import Auto, Noise, choose
 from dpkfc.noise.factorization import Factorization
 from dpkfc.optim.adambc import DPAdamBC
@@ -25,6 +27,8 @@ from dpkfc.optim.disk import DiSK
 from dpkfc.plan import Plan, Sampling, batches
 from dpkfc.run import Private
 from dpkfc.sampling import CyclicPoisson, PrivateLoader, read_dataset
+
+LOOKED_AT = 128  # records, for some with different targets
 
 
 def make_private(
@@ -198,8 +202,28 @@ def _try_loss(
     loss: Callable[[nn.Module, Any], Tensor],
     mean_loss: bool,
 ) -> None:
-    rows = min(ROWS, len(data))
-    if rows < 2:
-        return
-    collate = options.get("collate_fn", default_collate)
-    check_loss(model, tape, collate([data[i] for i in range(rows)]), rows, loss, mean_loss)
+    records = _unlike(data)
+    if len(records) > 1:
+        collate = options.get("collate_fn", default_collate)
+        check_loss(model, tape, collate(records), len(records), loss, mean_loss)
+
+
+def _unlike(data: Any) -> list[Any]:
+    """A few records, with as many different targets as there are among some that are spread over the data set.
+
+    A loss with class weights divides by the weights of the whole batch, which nobody sees on records of one class.
+    """
+    some = random.Random(0).sample(range(len(data)), min(LOOKED_AT, len(data)))
+    first: dict[str, Any] = {}
+    others = []
+    for record in (data[row] for row in some):
+        if first.setdefault(_target(record), record) is not record:
+            others.append(record)
+    return [*first.values(), *others][:ROWS]
+
+
+def _target(record: Any) -> str:
+    """The last part of a tuple, the label of a dict; as a word that equal ones share."""
+    if isinstance(record, Mapping):
+        return str([record.get(name) for name in LABELS])
+    return str(record[-1]) if isinstance(record, tuple | list) else ""

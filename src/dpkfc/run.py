@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,8 @@ class NotPrivate:
 
 class Private:
     """What privacy depends on: the sampler, the sums, the noise, the accountant. Made by `make_private`."""
+
+    all_steps: ClassVar[int] = 0  # of all runs in this process
 
     def __init__(
         self,
@@ -89,10 +91,15 @@ class Private:
         self._chunk: Chunk | None = None
         self._rates_at_partial_step: list[float] | None = None
         tape.map_of = self._map_of
+        tape.on_enter = lambda: check_still_frozen(self._frozen_norms)
         tape.before_forward = self._before_forward
         if grad_scaler is not None:
             tape.on_gradient = self._placeholder_for_scaler
-        self._step_hook = optimizer.register_step_pre_hook(self._before_step)
+        self._after: list[Callable[[], Any]] = []
+        self._step_hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
         if isinstance(optimizer, DiSK):
             optimizer.joined = self.joined
 
@@ -111,6 +118,15 @@ class Private:
     def charged(self) -> int:
         """Steps that count against the budget."""
         return self.steps + self._lost_steps
+
+    def after_step(self, function: Callable[[], Any]) -> None:
+        """Call `function` after every step: `scheduler.step`, say, or the update of an average.
+
+        Also after a step whose batch was empty, of which the loop sees nothing. What is counted in the loop itself
+        (learning rates, averages) tells how many batches were not empty, which no noise hides: it does not matter for
+        batches of a hundred records, which are never empty, but it does for batches of a few.
+        """
+        self._after.append(function)
 
     def epochs(self) -> Iterator[Iterator[Any]]:
         """The rest of the plan, one iterator over batches for every expected pass over the data."""
@@ -138,22 +154,16 @@ class Private:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the run that wrote `state`. The plan must be the same.
 
+        A run that has taken steps goes back or forth within itself only: of another one's state it would learn another
+        count of steps, and forget its own.
+
         If this run, or its ledger, knows of steps after the state (the process died after its last
         checkpoint, or goes back to it), their results may have been seen: they stay charged, and the key is
         changed so that their noise is not used again on other sums. Otherwise the run goes on exactly as it
         would have.
         """
-        plan = self.plan
-        if self._clip_from_probes:  # it was chosen at the first weights of the run that is continued
-            plan = replace(plan, clip=state["plan"]["clip"])
-        if state["plan"] != plan.to_json():
-            changed = [k for k, v in plan.to_json().items() if state["plan"].get(k) != v]
-            raise PrivacyError(
-                f"the checkpoint belongs to another plan: {', '.join(changed)} differ. Make the run private "
-                "with the same settings to resume it"
-            )
-        key, lost = bytes.fromhex(state["key"]), int(state["lost_steps"])
-        charged = self.charged if state["run"] == self._run else 0
+        plan = self.check_state(state)
+        key, lost, charged = bytes.fromhex(state["key"]), int(state["lost_steps"]), self.charged
         if self._ledger is not None:
             charged = self._ledger.open_run(state["run"], plan.mechanism)
             self._ledger_open = True
@@ -168,6 +178,24 @@ class Private:
         self._group_key = bytes.fromhex(state["groups"])
         self.geometry.load_state_dict(state["geometry"])
         self._forget_batch()
+
+    def check_state(self, state: dict[str, Any]) -> Plan:
+        """Refuse a state that cannot be continued from here, with nothing changed; the plan to continue with."""
+        plan = self.plan
+        if self._clip_from_probes:  # it was chosen at the first weights of the run that is continued
+            plan = replace(plan, clip=state["plan"]["clip"])
+        if state["plan"] != plan.to_json():
+            changed = [k for k, v in plan.to_json().items() if state["plan"].get(k) != v]
+            raise PrivacyError(
+                f"the checkpoint belongs to another plan: {', '.join(changed)} differ. Make the run private "
+                "with the same settings to resume it"
+            )
+        if self.charged and state["run"] != self._run:
+            raise PrivacyError(
+                f"the checkpoint belongs to another run, and this one has taken {self.charged} steps, which it would "
+                "forget. detach(), make_private again, and load the checkpoint into that"
+            )
+        return plan
 
     def _check_restart(self) -> None:
         """The past noise of lost steps is gone: may the stream go on without it? See `noise.stream.Stream.restart`."""
@@ -189,7 +217,8 @@ class Private:
     def detach(self) -> None:
         """Leave model and optimizer as they were. The budget that was spent stays spent."""
         self._tape.remove()
-        self._step_hook.remove()
+        for hook in self._step_hooks:
+            hook.remove()
         if self._ledger is not None and self._ledger_open:
             self._ledger.close_run(self._run)
 
@@ -211,7 +240,7 @@ class Private:
         elif self._rates_at_partial_step not in (None, self._rates()):
             raise PrivacyError(
                 "a learning-rate scheduler was stepped within one logical batch, which max_physical_batch_size has "
-                "split. Write `if private.took_step: scheduler.step()`"
+                "split. Write `private.after_step(scheduler.step)` before the loop instead"
             )
         self._chunk = chunk
 
@@ -224,7 +253,7 @@ class Private:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def _empty_step(self, chunk: Chunk) -> None:
-        """A batch without records takes its step of pure noise; the loop does not see it."""
+        """A batch without records takes its step of pure noise; the loop does not see it, `after_step` does."""
         self._begin(chunk)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -240,10 +269,8 @@ class Private:
             self._joining = False
 
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        check_still_frozen(self._frozen_norms)
-        if self._check and self._tape.batch is not None and self._tape.batch > 1:
-            self._check = False
-            check_isolation(self.model, self._tape, args, kwargs)
+        if self._check and self.batch_open and self._tape.batch is not None and self._tape.batch > 1:
+            self._check = not check_isolation(self.model, self._tape, args, kwargs)
         if not self._joining:
             self._absorb()
 
@@ -317,10 +344,16 @@ class Private:
             self._ledger.charge(self._run, self.charged + 1)
         sums, maps, key, step = self._sums, self._maps, self._key, self.charged
         self.steps += 1  # charged: from here on it counts, also if what follows fails
+        Private.all_steps += 1
         self._key = next_key(key)
         self._forget_batch()
         with exactly(next(self.model.parameters()).device):
             self._release(sums, maps, sub_key(key, "noise"), step)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.took_step:
+            for function in self._after:
+                function()
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for p, name in self._names.items() if p.requires_grad}
@@ -357,8 +390,8 @@ class Private:
         self._noise.add_(list(noisy.values()), key, self.plan.noise_scale / self.plan.batch_size, step)
         for names, after in self.geometry.after_noise().items():
             noisy.update(zip(names, after.apply([noisy[name] for name in names]), strict=True))
-        for name, p in trainable.items():
-            p.grad = noisy[name].to(p.dtype)
+        for p, name in self._names.items():
+            p.grad = noisy[name].to(p.dtype) if name in noisy else None  # nothing of before make_private is stepped
 
     def _map_of(self, slot: Slot) -> Map:
         """The geometry's map at the first use in a logical batch; a refresh from outside waits for the next."""

@@ -19,8 +19,8 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +105,17 @@ class Form(Protocol):
     def masked(self, keep: Tensor) -> Form:
         """The same with every entry of the samples not kept set to zero (NaN included)."""
         ...
+
+
+def held(form: Any) -> Iterator[Tensor]:
+    """Every tensor that a form keeps."""
+    for value in vars(form).values():
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list):
+            yield from value
+        elif is_dataclass(value):
+            yield from held(value)
 
 
 def exactly(device: torch.device) -> contextlib.AbstractContextManager[object]:

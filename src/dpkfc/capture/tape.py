@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dpkfc.capture.generic import run_under_vmap
-from dpkfc.capture.record import Dense, Form, Use, exactly, join
+from dpkfc.capture.record import Dense, Form, Use, exactly, held, join
 from dpkfc.capture.units import Unit
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.identity import UNCHANGED, Map
@@ -116,9 +116,11 @@ class Tape:
         self._forms: dict[Slot, list[Form]] = {}
         self._norms: dict[Slot, Tensor] = {}  # squared, of slots with one use so far
         self._batches: set[int] = set()  # sizes of the forward passes that the gradients came from
+        self._kept: list[tuple[Tensor, int, Unit]] = []  # what the forms hold, and its version when it was measured
         self.map_of: Callable[[Slot], Map] = lambda slot: UNCHANGED
         self.trial: list[Call] | None = None  # where a trial wants to see the calls themselves
         self.batch: int | None = None  # samples in the forward pass under way
+        self.on_enter: Callable[[], None] = _nothing  # before every forward pass, also without gradients
         self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], None] = _nothing
         self.on_gradient: Callable[[], None] = _nothing
         self.units = units
@@ -135,8 +137,14 @@ class Tape:
 
     def drain(self) -> Captured:
         """What the backward passes since the last drain left behind."""
-        forms, norms, batches = self._forms, self._norms, self._batches
-        self._forms, self._norms, self._batches = {}, {}, set()
+        forms, norms, batches, kept = self._forms, self._norms, self._batches, self._kept
+        self._forms, self._norms, self._batches, self._kept = {}, {}, set(), []
+        for tensor, version, unit in kept:
+            if tensor._version != version:
+                raise PrivacyError(
+                    f"what module '{unit.name}' was given, or its gradient, was changed in place after backward(): it "
+                    "was measured before, and would be released after. Leave a batch as it is until optimizer.step()"
+                )
         if len(batches) > 1:
             raise PrivacyError(
                 f"one backward reached forward passes of {sorted(batches)} samples: row i must be the same sample in "
@@ -175,6 +183,7 @@ class Tape:
         self._handles, self._replaced = [], []
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.on_enter()
         if not torch.is_grad_enabled():
             return
         sizes = [x.shape[0] for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
@@ -310,6 +319,7 @@ class Tape:
             for slot, form in call.gradients(self.map_of):
                 uses = self._forms.setdefault(slot, [])
                 uses.append(form)
+                self._kept += [(tensor, tensor._version, call.unit) for tensor in held(form)]
                 if call.unit.joint and len(uses) == 1:
                     self._norms[slot] = form.squared_norms(self.map_of(slot))
         self._batches.add(call.batch)
