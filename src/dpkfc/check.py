@@ -10,9 +10,11 @@ nothing but whether it passed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -177,6 +179,38 @@ def check_loss(
                 "record out changes the others' gradients. A loss averaged over all tokens of a batch must be averaged "
                 "within each record first: dpkfc.mean_over_records(token_losses, mask)"
             )
+
+
+def check_collate(collate: Callable[[list[Any]], Any], records: list[Any]) -> None:
+    """Try it: with another record in the first place, the other rows stay. Mixup, say, puts a record into two rows."""
+    changed = [records[1], *records[1:]]
+    try:
+        whole, again, other = (tree_leaves(_seeded(collate, given)) for given in (records, records, changed))
+    except Exception:
+        return  # it is tried on every batch anyway, and says then what it cannot do
+    for x, y, z in zip(whole, again, other, strict=False):
+        if not (_is_batched(x, len(records)) and x.shape == z.shape and torch.equal(x, y)):
+            continue  # padded to the longest record, or of a randomness that no seed reaches: nothing can be told
+        if not torch.equal(x[1:], z[1:]):
+            raise PrivacyError(
+                "collate_fn mixes the records of a batch (as mixup does): a record would be clipped in several rows, "
+                "and count several times. Make every row from one record"
+            )
+
+
+def _seeded(collate: Callable[[list[Any]], Any], records: list[Any]) -> Any:
+    """With the same random numbers each time; global randomness stays put."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            random.seed(0)
+            np.random.seed(0)  # noqa: NPY002
+            batch = collate(list(records))
+            return dict(batch) if isinstance(batch, Mapping) else batch
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
 
 
 def _demand_isolation(

@@ -208,9 +208,20 @@ class Plan:
                 "not covered",
                 "choices made by looking at the private data: "
                 + ("hyperparameters" if self.best_of is None else "other hyperparameters")
-                + ", when to stop, data cleaning",
+                + ", when to stop, data cleaning"
+                + self._empty_in_words(),
             ),
         ]
+
+    def _empty_in_words(self) -> str:
+        """If it is likelier than a hundredth of delta that some batch is empty."""
+        empty = self.steps * (1 - self.rate_in_turn) ** (self.records / self.groups)
+        if empty <= self.delta / 100:
+            return ""
+        return (
+            f"; how many batches are empty ({empty:.3g} of {self.steps} batches are expected to be empty): what a loop "
+            "does once a batch besides optimizer.step(), such as averages and schedules, goes into private.after_step"
+        )
 
     def _clipping_in_words(self) -> str:
         how = "" if self.clip_gamma is None else f" by the factor {self.clip:g} / (norm + {self.clip_gamma:g})"

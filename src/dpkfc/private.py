@@ -15,11 +15,11 @@ from dpkfc.accounting.ledger import Ledger
 from dpkfc.accounting.selection import BestOf
 from dpkfc.capture.tape import Tape
 from dpkfc.capture.units import partition
-from dpkfc.check import ROWS, check_loss, check_model, check_optimizer
+from dpkfc.check import ROWS, check_collate, check_loss, check_model, check_optimizer
 from dpkfc.clipping import Automatic
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.identity import Geometry, Identity
-from dpkfc.geometry.probes.public import LABELS
+from dpkfc.geometry.probes.public import LABELS, check_apart
 from dpkfc.noise.choose import Auto, Noise, choose
 from dpkfc.noise.factorization import Factorization
 from dpkfc.optim.adambc import DPAdamBC
@@ -120,6 +120,11 @@ def make_private(
     check_model(model)
     check_optimizer(model, optimizer)
     geometry = Identity() if geometry is None else geometry
+    check_apart(geometry, data)
+    collate = options.get("collate_fn", default_collate)
+    trial = _unlike(data) if loss is not None or collate is not default_collate else []
+    if len(trial) > 1:
+        check_collate(collate, trial)
     records = len(data)  # type: ignore[arg-type]
     batch_size, steps = batches(records, batch_size, epochs, steps)
     tape = Tape(model, partition(model, by_vmap))
@@ -143,8 +148,8 @@ def make_private(
         )
         if isinstance(optimizer, DPAdamBC | DiSK):
             optimizer.learn_noise(*_noise_variance(plan, factorization, rescaled))
-        if loss is not None:
-            _try_loss(model, tape, data, options, loss, loss_reduction == "mean")
+        if loss is not None and len(trial) > 1:
+            check_loss(model, tape, collate(trial), len(trial), loss, loss_reduction == "mean")
     except BaseException:
         tape.remove()
         raise
@@ -192,20 +197,6 @@ def _clip_from_probes(geometry: Geometry, model: nn.Module, tape: Tape) -> float
             "or give a number, or dpkfc.Automatic()"
         )
     return float(norms.median())
-
-
-def _try_loss(
-    model: nn.Module,
-    tape: Tape,
-    data: Any,
-    options: dict[str, Any],
-    loss: Callable[[nn.Module, Any], Tensor],
-    mean_loss: bool,
-) -> None:
-    records = _unlike(data)
-    if len(records) > 1:
-        collate = options.get("collate_fn", default_collate)
-        check_loss(model, tape, collate(records), len(records), loss, mean_loss)
 
 
 def _unlike(data: Any) -> list[Any]:

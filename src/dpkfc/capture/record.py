@@ -119,13 +119,28 @@ def held(form: Any) -> Iterator[Tensor]:
 
 
 def exactly(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """No autograd, and no autocast of the caller's: norms are not to be computed in half precision."""
+    """No autograd, no autocast of the caller's, no TF32: norms are not to be computed in half precision, or nearly."""
     stack = contextlib.ExitStack()
+    if device.type == "cuda":
+        stack.enter_context(_full_precision())
     if torch.is_grad_enabled():
         stack.enter_context(torch.no_grad())
     if torch.is_autocast_enabled(device.type):
         stack.enter_context(torch.autocast(device.type, enabled=False))
     return stack
+
+
+@contextlib.contextmanager
+def _full_precision() -> Iterator[None]:
+    places: tuple[Any, Any] = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [place.allow_tf32 for place in places]
+    try:
+        for place in places:
+            place.allow_tf32 = False
+        yield
+    finally:
+        for place, allowed in zip(places, before, strict=True):
+            place.allow_tf32 = allowed
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
+from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.probes.arguments import whole
@@ -124,6 +124,33 @@ class Hybrid:
 
     def draw(self, count: int, generator: torch.Generator) -> Probes:
         raise PrivacyError("Hybrid has no probes of its own: draw from hybrid.A and hybrid.G, each for its own factor")
+
+
+def check_apart(source: Any, private: Any) -> None:
+    """Refuse public data that is the private data, or shares records with it, as far as that can be seen."""
+    if isinstance(source, PublicData) and _overlap(source.dataset, private):
+        raise PrivacyError(
+            "PublicData holds private records: the geometry would be computed from them, and epsilon would not hold. "
+            "Give records that nobody needs protection for, or noise: PinkNoise, Tokens, Tabular"
+        )
+    for name in ("probe", "source", "A", "G"):  # of a geometry, of probes made from others
+        if (inner := getattr(source, name, None)) is not None:
+            check_apart(inner, private)
+
+
+def _overlap(one: Any, other: Any) -> bool:
+    if isinstance(one, Subset) and isinstance(other, Subset):
+        return one.dataset is other.dataset and not set(one.indices).isdisjoint(other.indices)
+    tensors = [list(getattr(data, "tensors", ())) for data in (one, other)]
+    return one is other or any(_share(x, y) for x in tensors[0] for y in tensors[1])
+
+
+def _share(one: Any, other: Any) -> bool:
+    """Memory that belongs to both."""
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor) and one.is_contiguous() and other.is_contiguous()):
+        return False
+    (low, high), (begin, end) = ((x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()) for x in (one, other))
+    return one.device == other.device and low < end and begin < high
 
 
 def _records(where: str, data: Any) -> Any:
