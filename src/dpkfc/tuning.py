@@ -215,7 +215,7 @@ def tune_privately(
 
     An error of the objective goes through; with a storage, the same call goes on with the next try. The one that failed
     counts, and loses to all others: the error may have come from the data, and to leave such tries out would be a
-    choice that no epsilon covers. An error before the first step, which can only be about the set-up, and a kill do not
+    choice that no epsilon covers. A `PrivacyError` before the first step, which is about the set-up, and a kill do not
     count: the try is made anew.
     """
     if plan.best_of is None:
@@ -308,19 +308,13 @@ def _try(
     assert plan.best_of is not None
     key = sub_key(key, f"try {len(past)}")  # no number comes twice, also after a resume
     study.sampler = optuna.samplers.RandomSampler(int.from_bytes(sub_key(key, "settings")[:4]))
-    trial, steps = study.ask(), Private.all_steps
-    try:
-        private, score = _checked(objective(trial), plan)
-        trial.set_user_attr("noise", _fingerprint(private, past))
+    trial = study.ask()
+    with _counted(study, trial):
+        result = objective(trial)
+    private, score = _checked(result, plan)
+    trial.set_user_attr("noise", _fingerprint(private, past))
+    with _counted(study, trial, begun=True):
         score = _noisy(score, plan.best_of.score_noise, sub_key(key, "score"))
-    except Exception as error:
-        if isinstance(error, PrivacyError) and Private.all_steps == steps:
-            raise
-        study.tell(trial, state=optuna.trial.TrialState.FAIL)
-        error.add_note(
-            "This try counts, since the error may have come from the data. With a storage, the same call goes on."
-        )
-        raise
     better = best is None or score > _score(best)
     if better:
         weights = _weights(private)
@@ -329,6 +323,22 @@ def _try(
     if better:
         _tidy(folder, trial.number)
     return weights
+
+
+@contextmanager
+def _counted(study: Study, trial: Trial, begun: bool = False) -> Iterator[None]:
+    """An error counts as a try that lost, unless it came before the first step: then it is about the set-up."""
+    steps = Private.all_steps
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, PrivacyError) and Private.all_steps == steps and not begun:
+            raise
+        study.tell(trial, state=_optuna().trial.TrialState.FAIL)
+        error.add_note(
+            "This try counts, since the error may have come from the data. With a storage, the same call goes on."
+        )
+        raise
 
 
 def _checked(result: Any, plan: Plan) -> tuple[Private, float]:

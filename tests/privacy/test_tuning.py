@@ -70,6 +70,30 @@ def test_nothing_but_the_best_try_is_released(monkeypatch: pytest.MonkeyPatch) -
         assert promise in str(chosen)
 
 
+def test_a_try_that_diverges_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it does depends on the records: to draw another one instead would be a choice that nobody paid for."""
+    monkeypatch.setattr(BestOf, "draw", lambda self, generator: 3)
+    plan, calls = private_run(2.0, BestOf(5)).plan, []
+
+    def objective(trial: optuna.Trial) -> tuple[dpkfc.Private, float]:
+        calls.append(trial.number)
+        private = private_run(2.0, plan.best_of)
+        if trial.number == 0:
+            raise dpkfc.PrivacyError("refused before the first step")
+        for (x,) in private.loader:
+            private.model(x).sum().backward()
+            private.optimizer.step()
+        if trial.number == 1:
+            raise dpkfc.PrivacyError("its weights have diverged")
+        return private, float(trial.number)
+
+    for _ in range(2):
+        with pytest.raises(dpkfc.PrivacyError):
+            dpkfc.tune_privately(objective, plan=plan, storage=tmp_path / "tuning.db")
+    assert dpkfc.tune_privately(objective, plan=plan, storage=tmp_path / "tuning.db").score == 3.0
+    assert calls == [0, 1, 2, 3], "three tries, of which one diverged; the one that never began is not one of them"
+
+
 # The price is enough
 
 

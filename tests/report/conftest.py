@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,8 @@ def browser() -> Iterator[Any]:
     webdriver = pytest.importorskip("selenium.webdriver")
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if not (chromium and driver):
-        pytest.skip("no Chromium here: install Debian's chromium and chromium-driver")
+        missing = "no Chromium here: install Debian's chromium and chromium-driver"
+        pytest.fail(missing) if os.environ.get("CI") else pytest.skip(missing)
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
     for flag in (
