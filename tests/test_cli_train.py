@@ -113,6 +113,21 @@ def test_ctrl_c_and_the_same_command_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert "this run is finished" in run(*command).stdout
 
 
+def test_ctrl_c_after_the_last_step_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed(*arguments: object) -> int:
+        signal.raise_signal(signal.SIGINT)
+        return 0
+
+    command = ("train", "people.csv", "--target", "ill", "--schema", "schema.json", *QUICK[:-1], 0.25)
+    with monkeypatch.context() as patch:
+        patch.setattr("dpkfc.training.correct", pressed)
+        stopped = run(*command, "--ledger", "privacy.db")
+    assert stopped.exit_code == 130 and "The same command goes on" in stopped.stdout
+    done = run(*command, "--ledger", "privacy.db")
+    assert done.exit_code == 0 and "resumed after step 3 of 3" in done.stdout
+    assert json.loads(Path("runs/people/result.json").read_text())["steps"] == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

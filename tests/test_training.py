@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Callable
 from contextlib import closing
@@ -144,6 +145,70 @@ def test_the_ledger_is_charged_once(own: Settings, tmp_path: Path) -> None:
     assert (run.dataset, run.charged, run.closed) == ("people", STEPS, True)
     assert fit(data, replace(settings, dataset=None), tmp_path / "second", console=QUIET)
     assert len(dpkfc.accounting.ledger.read(tmp_path / "privacy.db")) == 2
+
+
+def interrupted(*arguments: object) -> int:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_release_is_repeated_with_the_weights_that_were_paid_for(
+    own: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(own, ledger=str(tmp_path / "privacy.db"), dataset="people")
+    data, out = some_data(), tmp_path / "run"
+    assert fit(data, own, tmp_path / "whole", console=QUIET)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(training, "correct", interrupted)
+        fit(data, settings, out, console=QUIET)
+    assert (out / "checkpoint").exists() and not (out / "result.json").exists()
+    assert fit(data, settings, out, console=QUIET, on_step=kill_at(1))  # takes no step
+    assert weights(out) == weights(tmp_path / "whole")
+    assert json.loads((out / "result.json").read_text())["steps"] == STEPS
+    (run,) = dpkfc.accounting.ledger.read(tmp_path / "privacy.db")
+    assert (run.charged, run.closed) == (STEPS, True)
+
+
+def test_weights_are_not_replaced_by_those_of_fewer_steps(
+    own: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(own, ledger=str(tmp_path / "privacy.db"), dataset="people")
+    data, out = some_data(), tmp_path / "run"
+    assert not fit(data, settings, out, console=QUIET, on_step=stop_at(2))
+    shutil.copytree(out / "checkpoint", tmp_path / "old")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(training, "correct", interrupted)
+        fit(data, settings, out, console=QUIET)
+    before = weights(out)
+    shutil.rmtree(out / "checkpoint")
+    shutil.copytree(tmp_path / "old", out / "checkpoint")  # from a backup, say
+    assert fit(data, settings, out, console=QUIET)
+    assert weights(out) == before and json.loads((out / "result.json").read_text())["steps"] == STEPS
+    assert data.test is not None
+    right = correct(restore(out, data), data.test, "cpu", 20)
+    assert right == json.loads((out / "result.json").read_text())["test"]["accuracy"] * 20
+
+
+def test_weights_of_something_else_are_not_replaced(own: Settings, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "model.safetensors").write_text("mine")
+    with pytest.raises(dpkfc.PrivacyError, match="something else: choose another --out"):
+        fit(some_data(), own, out, console=QUIET)
+    (out / "model.safetensors").rename(tmp_path / "mine")
+    assert not fit(some_data(), own, out, console=QUIET, on_step=stop_at(2))
+    (tmp_path / "mine").rename(out / "model.safetensors")
+    with pytest.raises(dpkfc.PrivacyError, match="cannot be read .* move it away"):
+        fit(some_data(), own, out, console=QUIET)
+    assert (out / "model.safetensors").read_text() == "mine"
+
+
+def test_a_finished_run_keeps_no_secret(own: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(training, "draw_pictures", interrupted)
+        fit(some_data(), own, tmp_path / "run", console=QUIET)
+    assert (tmp_path / "run" / "checkpoint").exists()
+    assert fit(some_data(), own, tmp_path / "run", console=QUIET)
+    assert not (tmp_path / "run" / "checkpoint").exists()
 
 
 def test_a_budget_that_does_not_suffice_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -158,7 +158,11 @@ def train(
     out = out or Path("runs") / name
     loaded = load_source(source, options, console)
     show_remarks(loaded, seed, console)
-    if not training.fit(loaded, settings, out, source=written(source, options), console=console):
+    try:
+        done = training.fit(loaded, settings, out, source=written(source, options), console=console)
+    except KeyboardInterrupt:  # a second Ctrl-C, or one before the first step or after the last
+        done = False
+    if not done:
         console.print(Text(f"stopped; everything is in {out}. The same command goes on from here."), soft_wrap=True)
         raise typer.Exit(130)
     training.finish(out, console)

@@ -21,6 +21,8 @@ from dpkfc.errors import PrivacyError
 def resumes(out: Path, config: dict[str, Any]) -> bool:
     """Whether the folder holds this run already; if another one, that is an error."""
     if not (out / "config.json").exists():
+        if (out / "model.safetensors").exists():
+            raise PrivacyError(f"{out} holds the model.safetensors of something else: choose another --out")
         return False
     try:
         found = json.loads((out / "config.json").read_text())

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -105,6 +106,7 @@ def fit(
     resumed = resumes(out, config)
     if resumed and (out / "result.json").exists():
         console.print("this run is finished; for a new one choose another --out")
+        shutil.rmtree(out / "checkpoint", ignore_errors=True)  # a secret, if the last moment was interrupted
         return True
     run = _start(loaded, built, settings, console)
     try:
@@ -315,6 +317,7 @@ def _loop(run: Run, out: Path, console: Console, on_step: Callable[[int], None])
             if stopping():
                 return False
         progress.update(task, completed=private.charged)
+        private.save(out / "checkpoint", averaged=run.averaged, data=run.data)  # `release` may be interrupted
     return True
 
 
@@ -327,9 +330,12 @@ def release(
     console: Console,
     selection: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the weights, what the run came to, with accuracy on the test part, and the pictures of the report."""
+    """Write the weights, what the run came to, with accuracy on the test part, and the pictures of the report.
+
+    Interrupted, it can be repeated.
+    """
     model, plan = done.model, done.plan
-    write_whole(out / "model.safetensors", lambda file: save_model(model, str(file)))
+    steps = _keep_weights(model, done.steps, plan.steps, out / "model.safetensors")
     test = None
     if loaded.test is not None:
         data = inputs_of(loaded.test, built, console, "test records")
@@ -340,7 +346,7 @@ def release(
         {
             "epsilon": done.epsilon,
             "delta": plan.delta,
-            "steps": done.steps,
+            "steps": steps,
             "records": plan.records,
             "batch_size": plan.batch_size,
             "noise_multiplier": plan.noise_multiplier,
@@ -362,6 +368,24 @@ def release(
         PrivacyError
     ) as problem:  # of a model that has diverged, say: the run is paid for, and this is only a picture
         console.print(f"the report has no pictures of probes: {problem}", markup=False, soft_wrap=True)
+
+
+def _keep_weights(model: nn.Module, steps: int, planned: int, file: Path) -> int:
+    """Write the weights after `steps`, unless the file has those after more, which were paid for: then read them.
+
+    Returns the steps of the weights that are kept.
+    """
+    if file.exists():
+        try:
+            with safe_open(str(file), "pt") as there:
+                found = int((there.metadata() or {}).get("steps", planned))  # it is written at a run's end only
+        except (SafetensorError, ValueError) as problem:
+            raise PrivacyError(f"{file} cannot be read ({problem}): move it away, and repeat the command") from problem
+        if found > steps:
+            load_model(model, str(file))
+            return found
+    write_whole(file, lambda fresh: save_model(model, str(fresh), metadata={"steps": str(steps)}))
+    return steps
 
 
 @torch.no_grad()
