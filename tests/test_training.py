@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch.utils.data import TensorDataset
 
 import dpkfc
-from dpkfc import training
+from dpkfc import run_folder, training
 from dpkfc.data.images import image_probe
 from dpkfc.data.sources import Loaded
 from dpkfc.models import default
@@ -132,19 +132,56 @@ def test_what_a_finished_run_leaves(
     assert "epsilon does not protect the test records" in shown and "add or remove one record" in shown
 
 
-def test_the_ledger_is_charged_once(own: Settings, tmp_path: Path) -> None:
+def test_the_ledger_is_charged_once(
+    own: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_folder, "SAVE_SHARE", 1.0)  # no checkpoint between
     settings = replace(own, ledger=str(tmp_path / "privacy.db"), dataset="people")
     data, out = some_data(), tmp_path / "run"
     assert not fit(data, settings, out, console=QUIET, on_step=stop_at(2))
     with pytest.raises(OSError, match="killed"):
         fit(data, settings, out, console=QUIET, on_step=kill_at(4))
     taken: list[int] = []
-    assert fit(data, settings, out, console=QUIET, on_step=taken.append)
+    assert fit(data, settings, out, console=Console(width=200), on_step=taken.append)
     assert taken == [3, 4]  # steps 3 and 4 were lost with the kill, stay charged, and are not had again
+    assert "2 steps after the last checkpoint were charged, and the result was lost" in capsys.readouterr().out
+    result = json.loads((out / "result.json").read_text())
+    assert (result["steps"], result["lost_steps"]) == (4, 2) and 2.9 < result["epsilon"] <= 3  # what all six cost
     (run,) = dpkfc.accounting.ledger.read(tmp_path / "privacy.db")
     assert (run.dataset, run.charged, run.closed) == ("people", STEPS, True)
     assert fit(data, replace(settings, dataset=None), tmp_path / "second", console=QUIET)
     assert len(dpkfc.accounting.ledger.read(tmp_path / "privacy.db")) == 2
+
+
+def test_little_is_at_stake_between_checkpoints(own: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "MOST_SAVING", 1.0)  # small runs are slow to save
+    settings = replace(own, ledger=str(tmp_path / "privacy.db"), dataset="people")
+    with pytest.raises(OSError, match="killed"):
+        fit(some_data(), settings, tmp_path / "run", console=QUIET, on_step=kill_at(5))
+    taken: list[int] = []
+    assert fit(some_data(), settings, tmp_path / "run", console=QUIET, on_step=taken.append)
+    assert taken == [5] and json.loads((tmp_path / "run" / "result.json").read_text())["lost_steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "since", "saving", "expected"),
+    [
+        (19, 59.0, 0.0, False),
+        (20, 1.0, 0.0, True),  # a fiftieth of the planned steps
+        (1, 61.0, 0.0, True),
+        (20, 61.0, 11.0, False),  # more than a tenth of the time went into saving
+        (20, 1.0, 10.0, True),
+    ],
+)
+def test_when_a_checkpoint_is_due(steps: int, since: float, saving: float, expected: bool) -> None:
+    assert run_folder.worth_saving(steps, 1000, since, saving, 100.0) == expected
+
+
+@pytest.mark.parametrize("end", ['{"step": 6, "eps', '{"step": 6}', "7", "\0\0", "{}"])
+def test_a_line_that_was_cut_off_is_dropped(tmp_path: Path, end: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n' + end)
+    run_folder.keep_metrics(tmp_path, 5)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 3}\n'
 
 
 def interrupted(*arguments: object) -> int:
@@ -182,10 +219,10 @@ def test_weights_are_not_replaced_by_those_of_fewer_steps(
     shutil.rmtree(out / "checkpoint")
     shutil.copytree(tmp_path / "old", out / "checkpoint")  # from a backup, say
     assert fit(data, settings, out, console=QUIET)
-    assert weights(out) == before and json.loads((out / "result.json").read_text())["steps"] == STEPS
+    result = json.loads((out / "result.json").read_text())
+    assert weights(out) == before and (result["steps"], result["lost_steps"]) == (STEPS, 0)
     assert data.test is not None
-    right = correct(restore(out, data), data.test, "cpu", 20)
-    assert right == json.loads((out / "result.json").read_text())["test"]["accuracy"] * 20
+    assert correct(restore(out, data), data.test, "cpu", 20) == result["test"]["accuracy"] * 20
 
 
 def test_weights_of_something_else_are_not_replaced(own: Settings, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -16,6 +17,9 @@ from typing import Any
 from torch.utils.data import TensorDataset
 
 from dpkfc.errors import PrivacyError
+
+SAVE_EVERY, SAVE_SHARE = 60.0, 0.02  # seconds, or of the planned steps, between checkpoints
+MOST_SAVING = 0.1  # of the time
 
 
 def resumes(out: Path, config: dict[str, Any]) -> bool:
@@ -85,11 +89,29 @@ def stoppable() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
+def worth_saving(steps: int, planned: int, since: float, saving: float, working: float) -> bool:
+    """Whether a checkpoint is due, `steps` steps and `since` seconds after the last.
+
+    A kill loses the steps since then, and a ledger does not give them back; so they are few. But of the seconds at
+    work, `working`, those that went into checkpoints, `saving`, are to be a small part.
+    """
+    due = since > SAVE_EVERY or steps >= SAVE_SHARE * planned
+    return due and saving <= MOST_SAVING * working
+
+
 def keep_metrics(out: Path, steps: int) -> None:
-    """Without the lines of steps that the checkpoint does not know of: they are taken again."""
+    """Without a line that was cut off, and those of steps after the checkpoint: they are taken again, or are lost."""
     file = out / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    file.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= steps))
+    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+    kept = "".join(f"{line}\n" for line in lines if _step_of(line) <= steps)
+    write_whole(file, lambda fresh: fresh.write_text(kept))
+
+
+def _step_of(line: str) -> float:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf
 
 
 def write_json(file: Path, content: Any) -> None:

@@ -41,11 +41,10 @@ from dpkfc.plan import Plan
 from dpkfc.presets import EPOCHS, STEPS, Recipe, recipe
 from dpkfc.private import make_private
 from dpkfc.report.progress import bar
-from dpkfc.report.run_report import draw_pictures, result_table, write_report
+from dpkfc.report.run_report import draw_pictures, lost_steps, result_table, write_report
 from dpkfc.run import Private
-from dpkfc.run_folder import Fingerprint, keep_metrics, resumes, stoppable, write_json, write_whole
+from dpkfc.run_folder import Fingerprint, keep_metrics, resumes, stoppable, worth_saving, write_json, write_whole
 
-SAVE_EVERY = 60.0  # seconds
 PART = 500  # records whose features are computed at once
 FEWEST, USUAL = 8, 32  # records expected in a batch: at least, and at least by default
 TEST_NOTE = "epsilon does not protect the test records: their accuracy is exact"
@@ -113,6 +112,8 @@ def fit(
         if resumed:
             run.private.load(out / "checkpoint", averaged=run.averaged, data=run.data)
             console.print(f"resumed after step {run.private.steps} of {run.private.plan.steps}")
+            if lost := run.private.charged - run.private.steps:
+                console.print(lost_steps(lost), soft_wrap=True)
         else:
             console.print(run.recipe)
             _begin(out, config, run)
@@ -126,7 +127,9 @@ def fit(
             for name in ("config.json", "plan.json", "metrics.jsonl"):
                 (out / name).unlink(missing_ok=True)
         raise
-    done = Trained(run.averaged.module, run.private.plan, run.recipe, run.private.epsilon(), run.private.steps)
+    private = run.private
+    lost = private.charged - private.steps
+    done = Trained(run.averaged.module, private.plan, run.recipe, private.epsilon(), private.steps, lost)
     release(loaded, built, settings, done, out, console)
     shutil.rmtree(out / "checkpoint", ignore_errors=True)
     run.private.detach()
@@ -150,6 +153,7 @@ class Trained:
     recipe: Recipe
     epsilon: float
     steps: int
+    lost_steps: int = 0  # charged as well, but killed before a checkpoint had them
 
 
 def check(settings: Settings) -> None:
@@ -299,7 +303,7 @@ def _loop(run: Run, out: Path, console: Console, on_step: Callable[[int], None])
     private, plan = run.private, run.private.plan
     per_epoch = max(1, round(1 / plan.sampling_rate))
     epochs, begun = private.steps // per_epoch, time.monotonic()
-    saved = begun
+    saved, saved_at, saving = begun, private.steps, 0.0
     with stoppable() as stopping, bar(console) as progress:
         task = progress.add_task("training", total=plan.steps, completed=private.charged)
         for step in steps_of(private, run.averaged):
@@ -311,9 +315,10 @@ def _loop(run: Run, out: Path, console: Console, on_step: Callable[[int], None])
                 line = {"step": step, "epsilon": private.epsilon(), "seconds": round(now - begun, 3)}
                 with (out / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps(line) + "\n")
-            if stopping() or now - saved > SAVE_EVERY:
+            if stopping() or worth_saving(step - saved_at, plan.steps, now - saved, saving, now - begun):
                 private.save(out / "checkpoint", averaged=run.averaged, data=run.data)
-                saved = now
+                saved, saved_at = time.monotonic(), step
+                saving += saved - now
             if stopping():
                 return False
         progress.update(task, completed=private.charged)
@@ -336,6 +341,7 @@ def release(
     """
     model, plan = done.model, done.plan
     steps = _keep_weights(model, done.steps, plan.steps, out / "model.safetensors")
+    lost = done.lost_steps - (steps - done.steps)
     test = None
     if loaded.test is not None:
         data = inputs_of(loaded.test, built, console, "test records")
@@ -347,6 +353,7 @@ def release(
             "epsilon": done.epsilon,
             "delta": plan.delta,
             "steps": steps,
+            "lost_steps": lost,
             "records": plan.records,
             "batch_size": plan.batch_size,
             "noise_multiplier": plan.noise_multiplier,

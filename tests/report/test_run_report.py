@@ -169,6 +169,17 @@ def test_the_table_for_the_terminal(folder: Path) -> None:
     assert "rho 1.23, clip 2" in write_report(folder).read_text()
 
 
+def test_steps_that_were_paid_for_in_vain_are_told(folder: Path) -> None:
+    assert "last checkpoint" not in write_report(folder).read_text()
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps({**result, "lost_steps": 1234}))
+    (folder / "metrics.jsonl").unlink()
+    console = Console(file=io.StringIO(), width=200)
+    console.print(result_table(folder, folder / "report.html"))
+    for text in (write_report(folder).read_text(), console.file.getvalue()):  # type: ignore[attr-defined]
+        assert "1,234 steps after the last checkpoint were charged, and the result was lost" in text
+
+
 @pytest.mark.parametrize("name", ["plan.json", "config.json", "result.json"])
 def test_what_is_missing_or_damaged_is_named(folder: Path, name: str) -> None:
     (folder / name).write_text("{")

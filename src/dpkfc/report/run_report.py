@@ -57,7 +57,7 @@ def write_run_report(folder: Path) -> Path:
         Section("The guarantee", [Facts(plan.statement())]),
         Section("What was not charged", [Text(not_charged(result, config["settings"]))]),
         Section("What the model can do", _accuracy(result["test"])),
-        Section("How the budget was spent", _spending(folder / "metrics.jsonl", plan)),
+        Section("How the budget was spent", [*_lost(result), *_spending(folder / "metrics.jsonl", plan)]),
         Section("Settings, and why", [Grid(["what", "value", "why"], result["recipe"]), *_selection(result)]),
         Section("The geometry, layer by layer", _pictures(folder, "geometry.png")),
         Section("A step, seen on probes", _pictures(folder, "snr.png", "clipping.png")),
@@ -77,6 +77,8 @@ def result_table(folder: Path, report: Path) -> Table:
     table.add_row("epsilon spent", f"{found['epsilon']:.4g} at delta = {found['delta']:.3g}, add or remove one record")
     table.add_row("model", f"{found['model']}, {found['parameters']:,} parameters, {found['geometry']}")
     table.add_row("steps", f"{found['steps']:,} of {found['batch_size']:,} expected records of {found['records']:,}")
+    if lost := found.get("lost_steps", 0):
+        table.add_row("lost", lost_steps(lost))
     table.add_row("noise", f"{found['noise']}, multiplier {found['noise_multiplier']:.4g}")
     table.add_row("learning rate", f"{found['lr']:.3g}")
     for name, value in _chosen(found.get("selection")):
@@ -184,6 +186,21 @@ def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def lost_steps(count: int) -> str:
+    """What is to be said of steps that were paid for in vain.
+
+    >>> lost_steps(1)
+    '1 step after the last checkpoint was charged, and the result was lost with the process: the charge stays'
+    """
+    what = "1 step after the last checkpoint was" if count == 1 else f"{count:,} steps after the last checkpoint were"
+    return f"{what} charged, and the result was lost with the process: the charge stays"
+
+
+def _lost(result: Mapping[str, Any]) -> list[Text]:
+    lost = result.get("lost_steps", 0)  # older runs do not say
+    return [Text([f"{lost_steps(lost)}."])] if lost else []
 
 
 def _spending(metrics: Path, plan: Plan) -> list[Text | Picture]:
