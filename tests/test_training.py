@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -22,6 +24,7 @@ from dpkfc import run_folder, training
 from dpkfc.data.images import image_probe
 from dpkfc.data.sources import Loaded
 from dpkfc.models import default
+from dpkfc.run_folder import check_folder, locked
 from dpkfc.training import Settings, adjusted, base_recipe, correct, finish, fit, restore, stoppable
 
 MODEL = """
@@ -254,7 +257,55 @@ def test_a_budget_that_does_not_suffice_leaves_nothing_behind(tmp_path: Path) ->
         pass
     with pytest.raises(dpkfc.PrivacyError, match="does not fit"):
         fit(some_data(), replace(SETTINGS, ledger=str(file), dataset="people"), out, console=QUIET)
-    assert not list(out.iterdir())
+    assert [file.name for file in tmp_path.iterdir()] == ["privacy.db"]
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from dpkfc.run_folder import locked
+
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(run_folder.fcntl is None, reason="needs locks")
+def test_a_folder_is_for_one_process_until_that_is_killed(own: Settings, tmp_path: Path) -> None:
+    out = tmp_path / "runs" / "mine"
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(out)], stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+            with pytest.raises(dpkfc.PrivacyError, match="another process is training in .*mine: wait for it"):
+                fit(some_data(), own, out, console=QUIET)
+        finally:
+            holder.kill()
+    assert fit(some_data(), own, out, console=QUIET)
+    assert not (out / ".lock").exists()
+
+
+def test_a_folder_that_was_made_for_nothing_goes_again(tmp_path: Path) -> None:
+    with locked(tmp_path / "runs" / "mine"):
+        assert (tmp_path / "runs" / "mine").is_dir()
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "mine").mkdir()
+    with locked(tmp_path / "mine"):
+        pass
+    assert (tmp_path / "mine").is_dir()
+
+
+@pytest.mark.parametrize("out", ["file", "file/inside", "file/far/inside", 300 * "x"])
+def test_an_out_that_cannot_be_a_folder(tmp_path: Path, out: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(dpkfc.PrivacyError, match="--out .*: choose another"):
+        check_folder(tmp_path / out)
+
+
+def test_an_out_that_may_not_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # whoever runs the tests may write everywhere
+    with pytest.raises(dpkfc.PrivacyError, match="may not be written to"):
+        check_folder(tmp_path / "run")
 
 
 def test_images_through_scattering_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

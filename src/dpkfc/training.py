@@ -16,6 +16,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -43,7 +44,16 @@ from dpkfc.private import make_private
 from dpkfc.report.progress import bar
 from dpkfc.report.run_report import draw_pictures, lost_steps, result_table, write_report
 from dpkfc.run import Private
-from dpkfc.run_folder import Fingerprint, keep_metrics, resumes, stoppable, worth_saving, write_json, write_whole
+from dpkfc.run_folder import (
+    Fingerprint,
+    keep_metrics,
+    locked,
+    resumes,
+    stoppable,
+    worth_saving,
+    write_json,
+    write_whole,
+)
 
 PART = 500  # records whose features are computed at once
 FEWEST, USUAL = 8, 32  # records expected in a batch: at least, and at least by default
@@ -91,23 +101,40 @@ def fit(
     """
     console = console or Console()
     check(settings)
-    name = settings.model or default_model(loaded.kind, loaded.shape)
-    if settings.seed is not None:
-        torch.manual_seed(settings.seed)
-    built = build(name, loaded.kind, loaded.shape, loaded.classes, loaded.probe)
-    config = {
-        "settings": {**asdict(settings), "model": name},
-        "code": built.code,
-        "source": dict(source or {}),
-        "shape": list(loaded.shape),
-        "classes": list(loaded.names),
-    }
-    resumed = resumes(out, config)
-    if resumed and (out / "result.json").exists():
-        console.print("this run is finished; for a new one choose another --out")
-        shutil.rmtree(out / "checkpoint", ignore_errors=True)  # a secret, if the last moment was interrupted
-        return True
-    run = _start(loaded, built, settings, console)
+    with locked(out):
+        name = settings.model or default_model(loaded.kind, loaded.shape)
+        if settings.seed is not None:
+            torch.manual_seed(settings.seed)
+        built = build(name, loaded.kind, loaded.shape, loaded.classes, loaded.probe)
+        config = {
+            "settings": {**asdict(settings), "model": name},
+            "code": built.code,
+            "source": dict(source or {}),
+            "shape": list(loaded.shape),
+            "classes": list(loaded.names),
+        }
+        resumed = resumes(out, config)
+        if resumed and (out / "result.json").exists():
+            console.print("this run is finished; for a new one choose another --out")
+            shutil.rmtree(out / "checkpoint", ignore_errors=True)  # a secret, if the last moment was interrupted
+            return True
+        with ledger_of(settings) as ledger:
+            run = _start(loaded, built, settings, ledger, console)
+            if not _train(run, out, config, resumed, console, on_step):
+                return False
+            private = run.private
+            lost = private.charged - private.steps
+            done = Trained(run.averaged.module, private.plan, run.recipe, private.epsilon(), private.steps, lost)
+            release(loaded, built, settings, done, out, console)
+            shutil.rmtree(out / "checkpoint", ignore_errors=True)
+            private.detach()
+            return True
+
+
+def _train(
+    run: Run, out: Path, config: dict[str, Any], resumed: bool, console: Console, on_step: Callable[[int], None]
+) -> bool:
+    """All steps, in the folder; False if it was asked to stop before the end."""
     try:
         if resumed:
             run.private.load(out / "checkpoint", averaged=run.averaged, data=run.data)
@@ -119,21 +146,13 @@ def fit(
             _begin(out, config, run)
         console.print(run.private.plan)
         keep_metrics(out, run.private.steps)
-        if not _loop(run, out, console, on_step):
-            return False
+        return _loop(run, out, console, on_step)
     except PrivacyError:
         if not resumed and not run.private.charged:  # refused by the ledger, say: nothing was spent
             shutil.rmtree(out / "checkpoint", ignore_errors=True)
             for name in ("config.json", "plan.json", "metrics.jsonl"):
                 (out / name).unlink(missing_ok=True)
         raise
-    private = run.private
-    lost = private.charged - private.steps
-    done = Trained(run.averaged.module, private.plan, run.recipe, private.epsilon(), private.steps, lost)
-    release(loaded, built, settings, done, out, console)
-    shutil.rmtree(out / "checkpoint", ignore_errors=True)
-    run.private.detach()
-    return True
 
 
 @dataclass(frozen=True)
@@ -190,13 +209,13 @@ def devices() -> list[str]:
     return [*found, "mps"] if torch.backends.mps.is_available() else found
 
 
-def _start(loaded: Loaded, built: Built, settings: Settings, console: Console) -> Run:
+def _start(loaded: Loaded, built: Built, settings: Settings, ledger: Ledger | None, console: Console) -> Run:
     """All that can be refused is refused here, before anything is spent."""
     model = built.model.to(settings.device).train()
     with console.status("calibrating the noise"):
         found = adjusted(base_recipe(built, len(loaded.train), settings), settings)
     data = on_device(inputs_of(loaded.train, built, console, "training records"), settings.device)
-    private, averaged = joined(model, found, data, settings, settings.seed, ledger_of(settings))
+    private, averaged = joined(model, found, data, settings, settings.seed, ledger)
     return Run(private, averaged, found, Fingerprint.of(loaded.train))
 
 
@@ -275,8 +294,9 @@ def steps_of(private: Private, averaged: AveragedModel) -> Iterator[int]:
             yield private.steps
 
 
-def ledger_of(settings: Settings) -> Ledger | None:
-    return None if settings.ledger is None else Ledger(settings.ledger, settings.dataset or "data")
+def ledger_of(settings: Settings) -> AbstractContextManager[Ledger | None]:
+    """It is closed at the end, so that SQLite leaves no files beside it."""
+    return nullcontext() if settings.ledger is None else closing(Ledger(settings.ledger, settings.dataset or "data"))
 
 
 def inputs_of(data: TensorDataset, built: Built, console: Console, what: str) -> TensorDataset:
@@ -292,7 +312,6 @@ def inputs_of(data: TensorDataset, built: Built, console: Console, what: str) ->
 
 def _begin(out: Path, config: dict[str, Any], run: Run) -> None:
     """The folder, with a checkpoint before the first step: a kill after it finds its run in the ledger again."""
-    out.mkdir(parents=True, exist_ok=True)
     write_json(out / "plan.json", run.private.plan.to_json())
     run.private.save(out / "checkpoint", averaged=run.averaged, data=run.data)
     write_json(out / "config.json", config)

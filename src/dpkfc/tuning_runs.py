@@ -267,13 +267,10 @@ def privately(
         return private, float(work.right(private))
 
     try:
-        selected = tuning.tune_privately(
-            objective,
-            plan=plan,
-            storage=secret / "tuning.db",
-            ledger=ledger_of(work.settings),
-            seed=work.settings.seed,
-        )
+        with ledger_of(work.settings) as ledger:
+            selected = tuning.tune_privately(
+                objective, plan=plan, storage=secret / "tuning.db", ledger=ledger, seed=work.settings.seed
+            )
     except PrivacyError:
         if not begun:  # refused by the ledger, say: nothing was spent
             shutil.rmtree(secret, ignore_errors=True)
