@@ -152,6 +152,13 @@ def test_ctrl_c_after_the_last_step_loses_nothing(monkeypatch: pytest.MonkeyPatc
         (("train", "mnist", *QUICK, "--data-dir", "."), "Or fetch it: dpkfc data fetch mnist"),
         (("train", "people.csv", *QUICK, "--device", "toaster"), "--device toaster cannot be used"),
         (("train", "people.csv", *QUICK, "--lr", 1, "--rho", 1), "--lr and --rho"),
+        (("train", "people.csv", *QUICK, "--out", "people.csv"), "--out people.csv: people.csv is a file"),
+        (("train", "people.csv", *QUICK, "--out", "people.csv/x"), "people.csv is a file, and a folder is needed"),
+        (("data", "people.csv", "--target", "ill", "--suggest-schema", "no/s.json"), "there is no folder no"),
+        (("data", "people.csv", "--target", "ill", "--suggest-schema", 300 * "x"), "xxx: File name too long"),
+        (("report", "people.csv"), "people.csv is a file: give the folder"),
+        (("reproduce", "bsr-error", "--out", "people.csv"), "--out people.csv: people.csv is a file"),
+        (("demo", "--out", "people.csv/x"), "--out people.csv/x"),
     ],
 )
 def test_an_error_is_one_line_and_spends_nothing(arguments: tuple[object, ...], message: str) -> None:

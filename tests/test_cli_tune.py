@@ -216,6 +216,12 @@ def test_a_budget_that_does_not_suffice_leaves_nothing_behind(tried: list[float]
 
 
 @pytest.mark.parametrize("command", [PRIVATE, PUBLIC])
+def test_a_file_is_no_folder(tried: list[float], command: tuple[object, ...]) -> None:
+    refused = run(*command[:-1], "a.npz")
+    assert refused.exit_code == 2 and "--out a.npz: a.npz is a file" in refused.stderr and not tried
+
+
+@pytest.mark.parametrize("command", [PRIVATE, PUBLIC])
 def test_a_folder_is_for_one_process(tried: list[float], command: tuple[object, ...]) -> None:
     with locked(Path("run")):
         refused = run(*command)

@@ -43,6 +43,8 @@ CAPTIONS = {  # what a picture shows to who cannot see it, and what is to be sai
 
 def write_report(folder: Path) -> Path:
     """Write `report.html` into the folder of a finished run, or of an experiment."""
+    if folder.is_file():
+        raise PrivacyError(f"{folder} is a file: give the folder of `dpkfc train`, `dpkfc tune` or `dpkfc reproduce`")
     if not any((folder / name).exists() for name in FILES) and is_experiment(folder):
         return write_experiment_report(folder, title_of(folder))
     return write_run_report(folder)
