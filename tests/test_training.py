@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,18 @@ def nothing():
 
 def three(a, b, c):
     return None
+
+class NotANumber(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * float("nan")
+
+def not_a_number(shape, classes):
+    return NotANumber(shape[0], classes)
+
+def without_a_value(shape, classes):
+    model = nn.Linear(shape[0], classes)
+    nn.init.constant_(model.bias[:1], float("inf"))
+    return model
 
 def batch_norm(shape, classes):
     return nn.Sequential(nn.BatchNorm1d(shape[0]), nn.Linear(shape[0], classes))
@@ -373,11 +386,15 @@ def test_defaults_by_the_kind_of_data() -> None:
         ("{}:nothing", "returned int"),
         ("{}:three", "takes 3 arguments"),
         ("{}:batch_norm", "mixes the records"),
+        ("{}:not_a_number", "not_a_number gives numbers that are not finite for each of 8 probes"),
+        ("{}:without_a_value", "without_a_value gives numbers that are not finite"),
     ],
 )
-def test_models_that_cannot_be(own: Settings, tmp_path: Path, model: str, message: str) -> None:
+@pytest.mark.parametrize("method", ["kfc", "sgd"])
+def test_models_that_cannot_be(own: Settings, tmp_path: Path, model: str, message: str, method: Any) -> None:
+    settings = replace(own, model=model.format(tmp_path / "net.py"), method=method)
     with pytest.raises(dpkfc.PrivacyError, match=message):
-        fit(some_data(), replace(own, model=model.format(tmp_path / "net.py")), tmp_path / "run", console=QUIET)
+        fit(some_data(), settings, tmp_path / "run", console=QUIET)
     assert not (tmp_path / "run").exists()
 
 
