@@ -216,6 +216,12 @@ def test_a_budget_that_does_not_suffice_leaves_nothing_behind(tried: list[float]
 
 
 @pytest.mark.parametrize("command", [PRIVATE, PUBLIC])
+def test_the_largest_seed(tried: list[float], command: tuple[object, ...]) -> None:
+    done = run(*command, "--seed", 2**63 - 1, "--tries", 2)
+    assert done.exit_code == 0 and tried, done.output
+
+
+@pytest.mark.parametrize("command", [PRIVATE, PUBLIC])
 def test_a_file_is_no_folder(tried: list[float], command: tuple[object, ...]) -> None:
     refused = run(*command[:-1], "a.npz")
     assert refused.exit_code == 2 and "--out a.npz: a.npz is a file" in refused.stderr and not tried

@@ -409,6 +409,9 @@ def test_models_that_cannot_be(own: Settings, tmp_path: Path, model: str, messag
         ({"rho": 1.0, "lr": 1.0}, "--lr and --rho"),
         ({"epsilon": -1.0}, "--epsilon -1"),
         ({"epochs": 0.0}, "--epochs 0"),
+        ({"seed": -1}, "--seed -1: give a whole number from 0"),
+        ({"seed": 2**63}, "--seed 9223372036854775808"),
+        ({"seed": 10**30}, "--seed 1000000000000000000000000000000"),
         ({"delta": 2.0}, "delta=2.0"),
         ({"method": "adam"}, "--method adam"),
         ({"noise": "pink"}, "--noise pink"),
@@ -421,6 +424,25 @@ def test_settings_that_cannot_be(tmp_path: Path, change: dict[str, object], mess
         fit(some_data(), replace(SETTINGS, **change), tmp_path / "run", console=QUIET)  # type: ignore[arg-type]
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_largest_seed(tmp_path: Path) -> None:
+    assert fit(some_data(), replace(SETTINGS, seed=2**63 - 1), tmp_path, console=QUIET)
+
+
+def test_an_epsilon_that_promises_nothing_still_has_a_report(tmp_path: Path) -> None:
+    assert fit(some_data(), replace(SETTINGS, epsilon=1000.0), tmp_path, console=QUIET)
+    finish(tmp_path, QUIET)
+    assert "promises nothing" in (tmp_path / "report.html").read_text()
+
+
+def test_a_model_that_learned_nothing_is_seen_beside_the_most_frequent_class(tmp_path: Path) -> None:
+    data = some_data()
+    assert data.test is not None
+    x, y = data.test.tensors[0], torch.tensor([1] * 13 + [0] * 7)
+    assert fit(replace(data, test=TensorDataset(x, y)), SETTINGS, tmp_path, console=QUIET)
+    test = json.loads((tmp_path / "result.json").read_text())["test"]
+    assert test["majority"] == 0.65 and "epsilon does not protect" in test["note"]
 
 
 def test_too_few_records(tmp_path: Path) -> None:

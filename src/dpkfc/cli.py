@@ -75,9 +75,10 @@ def demo(
     """
     from dpkfc.experiments.demo import keep, run_demo
     from dpkfc.run_folder import check_folder
-    from dpkfc.training import check_device
+    from dpkfc.training import check_device, check_seed
 
     check_device(device)
+    check_seed(seed)
     if out is not None:
         check_folder(out)
     console = Console()
@@ -236,9 +237,10 @@ def reproduce(
     from dpkfc.experiments.order import Order
     from dpkfc.report.run_report import write_report
     from dpkfc.run_folder import check_folder
-    from dpkfc.training import check_device
+    from dpkfc.training import check_device, check_seed
 
     check_device(device)
+    check_seed(seed)
     out = out or Path("results") / name
     check_folder(out)
     module, console = import_module(f"dpkfc.experiments.{EXPERIMENTS[name]}"), Console()

@@ -57,7 +57,7 @@ from dpkfc.run_folder import (
 
 PART = 500  # records whose features are computed at once
 FEWEST, USUAL = 8, 32  # records expected in a batch: at least, and at least by default
-TEST_NOTE = "epsilon does not protect the test records: their accuracy is exact"
+TEST_NOTE = "epsilon does not protect the test records: what is said of them is exact"
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,7 @@ def check(settings: Settings) -> None:
         value = getattr(settings, what)
         if value is not None and not 0 < value < float("inf"):
             raise PrivacyError(f"--{what} {value:g}: must be a positive number")
+    check_seed(settings.seed)
     if settings.lr is not None and settings.rho is not None:
         raise PrivacyError("--lr and --rho both say how large steps are: give one of them")
     if settings.batch_size is not None and settings.batch_size < FEWEST:
@@ -192,6 +193,12 @@ def check(settings: Settings) -> None:
     if settings.noise not in ("auto", "independent"):
         raise PrivacyError(f"--noise {settings.noise}: choose auto or independent")
     check_device(settings.device)
+
+
+def check_seed(seed: int | None) -> None:
+    """Refuse one that torch does not take."""
+    if seed is not None and not 0 <= seed < 2**63:
+        raise PrivacyError(f"--seed {seed}: give a whole number from 0 to {2**63 - 1}, or none: then noise is secret")
 
 
 def check_device(device: str) -> None:
@@ -365,7 +372,8 @@ def release(
     if loaded.test is not None:
         data = inputs_of(loaded.test, built, console, "test records")
         right = correct(model, data, settings.device, settings.physical_batch_size)
-        test = {"accuracy": right / len(data), "records": len(data), "note": TEST_NOTE}
+        most = int(data.tensors[1].bincount().max())
+        test = {"accuracy": right / len(data), "majority": most / len(data), "records": len(data), "note": TEST_NOTE}
     write_json(
         out / "result.json",
         {

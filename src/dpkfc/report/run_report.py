@@ -26,6 +26,8 @@ from dpkfc.report.page import Facts, Grid, Picture, Section, Text, flat, picture
 
 FILES = ("result.json", "config.json", "plan.json")
 BY_HAND = ("lr", "rho", "clip", "epochs", "batch_size")
+MAJORITY = "always saying the most frequent class"
+LARGE = 20.0  # epsilons above promise nothing: e^20 is half a billion
 PROBES = 256  # that a step is looked at with
 CAPTIONS = {  # what a picture shows to who cannot see it, and what is to be said of it
     "geometry.png": ("spectra and condition of every layer's map", "Public: from probes and the released weights."),
@@ -90,6 +92,8 @@ def result_table(folder: Path, report: Path) -> Table:
         low, high = wilson(test["accuracy"], test["records"])
         shown = f"{test['accuracy']:.2%} of {test['records']:,} records (95 % interval {low:.1%} to {high:.1%})"
         table.add_row("test accuracy", f"{shown}; {test['note']}")
+        if "majority" in test:  # older runs do not say
+            table.add_row("for comparison", f"{test['majority']:.2%} by {MAJORITY}, on the same records")
     table.add_row("weights", str(folder / "model.safetensors"))
     table.add_row("report", str(report))
     return table
@@ -135,7 +139,10 @@ def not_charged(result: Mapping[str, Any], settings: Mapping[str, Any]) -> list[
         "with the records before, such as cleaning, or reading a schema off them, is not charged."
     )
     if result["test"]:
-        said.append("Accuracy on the test records is exact: that one number is released without a charge.")
+        said.append(
+            "Accuracy on the test records is exact, and so is the share of their most frequent class: these numbers are "
+            "released without a charge."
+        )
     if settings.get("ledger"):
         said.append(f"The run is charged in the ledger {settings['ledger']}, as {settings['dataset']}.")
     else:
@@ -156,6 +163,11 @@ def in_plain_words(epsilon: float, delta: float) -> list[str]:
     """
     if not math.isfinite(epsilon):
         return ["This run is NOT private: what it released is not covered by any guarantee."]
+    if epsilon > LARGE:
+        return [
+            f"So large an epsilon ({epsilon:.3g}) promises nothing: whoever sees the model may be as good as certain "
+            "whether a certain record was used. For a promise train with a smaller one, of 10 at most.",
+        ]
     odds = math.ceil(100 * math.exp(epsilon)) / 100  # rounded up: what is printed is still a bound
     even = math.ceil(100 * odds / (1 + odds))
     return [
@@ -176,6 +188,8 @@ def _accuracy(test: dict[str, Any] | None) -> list[Text | Facts]:
         ("uncertainty", f"{100 * low:.1f} to {100 * high:.1f} % (95 % interval, from the number of test records)"),
         ("note", test["note"]),
     ]
+    if "majority" in test:  # older runs do not say
+        rows.insert(2, ("for comparison", f"{100 * test['majority']:.2f} % by {MAJORITY}, on the same records"))
     return [Facts(rows)]
 
 
