@@ -140,7 +140,7 @@ def not_charged(result: Mapping[str, Any], settings: Mapping[str, Any]) -> list[
     )
     if result["test"]:
         said.append(
-            "Accuracy on the test records is exact, and so is the share of their most frequent class: these numbers are "
+            "Accuracy on the test records is exact, and so is the share of their most frequent class: both numbers are "
             "released without a charge."
         )
     if settings.get("ledger"):
