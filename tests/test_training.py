@@ -29,6 +29,7 @@ from dpkfc.run_folder import check_folder, locked
 from dpkfc.training import Settings, adjusted, base_recipe, correct, finish, fit, restore, stoppable
 
 MODEL = """
+import sys
 from torch import nn
 
 def network(shape, classes):
@@ -39,6 +40,19 @@ def wrong(shape, classes):
 
 def other(shape, classes):
     return nn.Linear(99, classes)
+
+def more(shape, classes, hidden=3, **others):
+    return nn.Sequential(nn.Linear(shape[0], hidden), nn.Linear(hidden, classes))
+
+class Any(nn.Sequential):
+    def __init__(self, *given):
+        super().__init__(nn.Linear(given[0][0], given[1]))
+
+def alone(inputs=4, *, classes=2, bias=True):
+    return nn.Linear(inputs, classes, bias)
+
+def leaves(shape, classes):
+    sys.exit("enough")
 
 def nothing():
     return 7
@@ -385,6 +399,7 @@ def test_defaults_by_the_kind_of_data() -> None:
         ("{}:other", r"does not take inputs of shape \(4,\)"),
         ("{}:nothing", "returned int"),
         ("{}:three", "takes 3 arguments"),
+        ("{}:leaves", "leaves fails with SystemExit: enough"),
         ("{}:batch_norm", "mixes the records"),
         ("{}:not_a_number", "not_a_number gives numbers that are not finite for each of 8 probes"),
         ("{}:without_a_value", "without_a_value gives numbers that are not finite"),
@@ -398,11 +413,34 @@ def test_models_that_cannot_be(own: Settings, tmp_path: Path, model: str, messag
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("function", ["more", "Any", "alone"])
+def test_a_function_is_asked_for_what_it_must_be_given(own: Settings, tmp_path: Path, function: str) -> None:
+    assert fit(some_data(), replace(own, model=f"{tmp_path}/net.py:{function}"), tmp_path / "run", console=QUIET)
+
+
+def test_a_file_that_ends_the_process(own: Settings, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(dpkfc.PrivacyError, match=r"net.py fails with SystemExit: 3"):
+        fit(some_data(), own, tmp_path / "run", console=QUIET)
+
+
+@pytest.mark.parametrize("file", ["state.json", "tensors.safetensors"])
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(b"{")])
+def test_a_checkpoint_that_cannot_be_read_says_what_to_do(
+    own: Settings, tmp_path: Path, file: str, damage: Callable[[Path], Any]
+) -> None:
+    assert not fit(some_data(), own, tmp_path / "run", console=QUIET, on_step=stop_at(2))
+    damage(tmp_path / "run" / "checkpoint" / file)
+    with pytest.raises(dpkfc.PrivacyError, match=r"lost or damaged .* restore the folder from a backup, or begin anew"):
+        fit(some_data(), own, tmp_path / "run", console=QUIET)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"batch_size": 3}, "--batch-size 3"),
-        ({"batch_size": 100}, "batch_size=100 exceeds the 60 records"),
+        ({"batch_size": 100}, "--batch-size 100: there are 60 training records"),
+        ({"physical_batch_size": 0}, "--physical-batch-size 0"),
         ({"lr": 0.0}, "--lr 0"),
         ({"rho": -1.0}, "--rho -1"),
         ({"clip": float("inf")}, "--clip inf"),
@@ -412,7 +450,8 @@ def test_models_that_cannot_be(own: Settings, tmp_path: Path, model: str, messag
         ({"seed": -1}, "--seed -1: give a whole number from 0"),
         ({"seed": 2**63}, "--seed 9223372036854775808"),
         ({"seed": 10**30}, "--seed 1000000000000000000000000000000"),
-        ({"delta": 2.0}, "delta=2.0"),
+        ({"delta": 2.0}, "--delta 2"),
+        ({"delta": 0.0}, "--delta 0"),
         ({"method": "adam"}, "--method adam"),
         ({"noise": "pink"}, "--noise pink"),
         ({"device": "toaster"}, "--device toaster"),

@@ -137,7 +137,7 @@ def _train(
     """All steps, in the folder; False if it was asked to stop before the end."""
     try:
         if resumed:
-            run.private.load(out / "checkpoint", averaged=run.averaged, data=run.data)
+            _take_up(run, out)
             console.print(f"resumed after step {run.private.steps} of {run.private.plan.steps}")
             if lost := run.private.charged - run.private.steps:
                 console.print(lost_steps(lost), soft_wrap=True)
@@ -188,6 +188,10 @@ def check(settings: Settings) -> None:
         raise PrivacyError(
             f"--batch-size {settings.batch_size}: noise drowns a batch with so few records: expect at least {FEWEST}"
         )
+    if settings.physical_batch_size < 1:
+        raise PrivacyError(f"--physical-batch-size {settings.physical_batch_size}: must be at least 1")
+    if settings.delta is not None and not 0 < settings.delta < 1:
+        raise PrivacyError(f"--delta {settings.delta:g}: must lie between 0 and 1, and well below 1 / records")
     if settings.method not in ("kfc", "sgd"):
         raise PrivacyError(f"--method {settings.method}: choose kfc or sgd")
     if settings.noise not in ("auto", "independent"):
@@ -251,6 +255,11 @@ def base_recipe(built: Built, records: int, settings: Settings) -> Recipe:
 
 
 def batch_size(records: int, settings: Settings) -> int:
+    if settings.batch_size is not None and settings.batch_size > records:
+        raise PrivacyError(
+            f"--batch-size {settings.batch_size}: there are {records} training records, and no more can be drawn: "
+            "choose a smaller one"
+        )
     return settings.batch_size or min(records, max(USUAL, round((settings.epochs or EPOCHS) * records / STEPS)))
 
 
@@ -322,6 +331,18 @@ def _begin(out: Path, config: dict[str, Any], run: Run) -> None:
     write_json(out / "plan.json", run.private.plan.to_json())
     run.private.save(out / "checkpoint", averaged=run.averaged, data=run.data)
     write_json(out / "config.json", config)
+
+
+def _take_up(run: Run, out: Path) -> None:
+    try:
+        run.private.load(out / "checkpoint", averaged=run.averaged, data=run.data)
+    except (PrivacyError, SafetensorError) as problem:
+        if isinstance(problem, PrivacyError) and not isinstance(problem.__cause__, OSError | ValueError):
+            raise  # it can be read
+        raise PrivacyError(
+            f"the checkpoint of {out} is lost or damaged ({problem}): restore the folder from a backup, or begin anew "
+            "with another --out. What a ledger has charged stays charged"
+        ) from problem
 
 
 def _loop(run: Run, out: Path, console: Console, on_step: Callable[[int], None]) -> bool:

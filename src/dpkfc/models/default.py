@@ -146,7 +146,7 @@ def _own(name: str) -> tuple[Path, Callable[..., Any]]:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         raise PrivacyError(f"--model {name}: {file} fails with {type(problem).__name__}: {problem}") from problem
     found = getattr(module, function, None)
     if not callable(found):
@@ -156,18 +156,30 @@ def _own(name: str) -> tuple[Path, Callable[..., Any]]:
 
 
 def _call(function: Callable[..., Any], name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
-    wanted = len(inspect.signature(function).parameters)
+    wanted = _wanted(function)
     if wanted not in (0, 2):
         raise PrivacyError(
             f"--model {name}: the function takes {wanted} arguments: write it as f(shape, classes) or f()"
         )
     try:
         model = function(shape, classes) if wanted else function()
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         raise PrivacyError(f"--model {name} fails with {type(problem).__name__}: {problem}") from problem
     if not isinstance(model, nn.Module):
         raise PrivacyError(f"--model {name} returned {type(model).__name__}: it must return a torch.nn.Module")
     return model
+
+
+def _wanted(function: Callable[..., Any]) -> int:
+    """How many arguments it must be given; 2 also if it takes any number, or two with values of their own.
+
+    >>> _wanted(lambda shape, classes, hidden=3: None), _wanted(lambda *given: None), _wanted(lambda hidden=3: None)
+    (2, 2, 0)
+    """
+    parameters = inspect.signature(function).parameters.values()
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    any_number = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return 2 if not required and (any_number or len(parameters) == 2) else len(required)
 
 
 def _checked(
