@@ -113,6 +113,21 @@ def test_ctrl_c_and_the_same_command_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert "this run is finished" in run(*command).stdout
 
 
+def test_ctrl_c_after_the_last_step_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed(*arguments: object) -> int:
+        signal.raise_signal(signal.SIGINT)
+        return 0
+
+    command = ("train", "people.csv", "--target", "ill", "--schema", "schema.json", *QUICK[:-1], 0.25)
+    with monkeypatch.context() as patch:
+        patch.setattr("dpkfc.training.correct", pressed)
+        stopped = run(*command, "--ledger", "privacy.db")
+    assert stopped.exit_code == 130 and "The same command goes on" in stopped.stdout
+    done = run(*command, "--ledger", "privacy.db")
+    assert done.exit_code == 0 and "resumed after step 3 of 3" in done.stdout
+    assert json.loads(Path("runs/people/result.json").read_text())["steps"] == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -137,6 +152,16 @@ def test_ctrl_c_and_the_same_command_again(monkeypatch: pytest.MonkeyPatch) -> N
         (("train", "mnist", *QUICK, "--data-dir", "."), "Or fetch it: dpkfc data fetch mnist"),
         (("train", "people.csv", *QUICK, "--device", "toaster"), "--device toaster cannot be used"),
         (("train", "people.csv", *QUICK, "--lr", 1, "--rho", 1), "--lr and --rho"),
+        (("train", "people.csv", *QUICK, "--seed", 10**23), "--seed 100000000000000000000000"),
+        (("demo", "--seed", -1), "--seed -1"),
+        (("reproduce", "bsr-error", "--seed", 10**23), "--seed 100000000000000000000000"),
+        (("train", "people.csv", *QUICK, "--out", "people.csv"), "--out people.csv: people.csv is a file"),
+        (("train", "people.csv", *QUICK, "--out", "people.csv/x"), "people.csv is a file, and a folder is needed"),
+        (("data", "people.csv", "--target", "ill", "--suggest-schema", "no/s.json"), "there is no folder no"),
+        (("data", "people.csv", "--target", "ill", "--suggest-schema", 300 * "x"), "xxx: File name too long"),
+        (("report", "people.csv"), "people.csv is a file: give the folder"),
+        (("reproduce", "bsr-error", "--out", "people.csv"), "--out people.csv: people.csv is a file"),
+        (("demo", "--out", "people.csv/x"), "--out people.csv/x"),
     ],
 )
 def test_an_error_is_one_line_and_spends_nothing(arguments: tuple[object, ...], message: str) -> None:

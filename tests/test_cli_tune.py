@@ -27,6 +27,7 @@ from dpkfc import cli_train, cli_tune, training, tuning_runs
 from dpkfc.accounting.ledger import read
 from dpkfc.cli import Commands
 from dpkfc.data.sources import Loaded
+from dpkfc.run_folder import locked
 from dpkfc.tuning_runs import Spread, hold_out
 
 pytest.importorskip("optuna")
@@ -210,7 +211,27 @@ def test_a_budget_that_does_not_suffice_leaves_nothing_behind(tried: list[float]
         pass
     refused = run(*PRIVATE, "--ledger", "privacy.db")
     assert refused.exit_code == 2 and "does not fit" in refused.stderr
-    assert not tried and not list(Path("run").iterdir())
+    assert not tried and not Path("run").exists()
+    assert {file.name for file in Path().iterdir()} == {"a.npz", "public.npz", "privacy.db"}
+
+
+@pytest.mark.parametrize("command", [PRIVATE, PUBLIC])
+def test_the_largest_seed(tried: list[float], command: tuple[object, ...]) -> None:
+    done = run(*command, "--seed", 2**63 - 1, "--tries", 2)
+    assert done.exit_code == 0 and tried, done.output
+
+
+@pytest.mark.parametrize("command", [PRIVATE, PUBLIC])
+def test_a_file_is_no_folder(tried: list[float], command: tuple[object, ...]) -> None:
+    refused = run(*command[:-1], "a.npz")
+    assert refused.exit_code == 2 and "--out a.npz: a.npz is a file" in refused.stderr and not tried
+
+
+@pytest.mark.parametrize("command", [PRIVATE, PUBLIC])
+def test_a_folder_is_for_one_process(tried: list[float], command: tuple[object, ...]) -> None:
+    with locked(Path("run")):
+        refused = run(*command)
+    assert refused.exit_code == 2 and "another process is training in run" in refused.stderr and not tried
 
 
 # What is held out

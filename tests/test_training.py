@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +21,15 @@ from safetensors.torch import load_file
 from torch.utils.data import TensorDataset
 
 import dpkfc
-from dpkfc import training
+from dpkfc import run_folder, training
 from dpkfc.data.images import image_probe
 from dpkfc.data.sources import Loaded
 from dpkfc.models import default
+from dpkfc.run_folder import check_folder, locked
 from dpkfc.training import Settings, adjusted, base_recipe, correct, finish, fit, restore, stoppable
 
 MODEL = """
+import sys
 from torch import nn
 
 def network(shape, classes):
@@ -35,11 +41,36 @@ def wrong(shape, classes):
 def other(shape, classes):
     return nn.Linear(99, classes)
 
+def more(shape, classes, hidden=3, **others):
+    return nn.Sequential(nn.Linear(shape[0], hidden), nn.Linear(hidden, classes))
+
+class Any(nn.Sequential):
+    def __init__(self, *given):
+        super().__init__(nn.Linear(given[0][0], given[1]))
+
+def alone(inputs=4, *, classes=2, bias=True):
+    return nn.Linear(inputs, classes, bias)
+
+def leaves(shape, classes):
+    sys.exit("enough")
+
 def nothing():
     return 7
 
 def three(a, b, c):
     return None
+
+class NotANumber(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * float("nan")
+
+def not_a_number(shape, classes):
+    return NotANumber(shape[0], classes)
+
+def without_a_value(shape, classes):
+    model = nn.Linear(shape[0], classes)
+    nn.init.constant_(model.bias[:1], float("inf"))
+    return model
 
 def batch_norm(shape, classes):
     return nn.Sequential(nn.BatchNorm1d(shape[0]), nn.Linear(shape[0], classes))
@@ -131,19 +162,120 @@ def test_what_a_finished_run_leaves(
     assert "epsilon does not protect the test records" in shown and "add or remove one record" in shown
 
 
-def test_the_ledger_is_charged_once(own: Settings, tmp_path: Path) -> None:
+def test_the_ledger_is_charged_once(
+    own: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_folder, "SAVE_SHARE", 1.0)  # no checkpoint between
     settings = replace(own, ledger=str(tmp_path / "privacy.db"), dataset="people")
     data, out = some_data(), tmp_path / "run"
     assert not fit(data, settings, out, console=QUIET, on_step=stop_at(2))
     with pytest.raises(OSError, match="killed"):
         fit(data, settings, out, console=QUIET, on_step=kill_at(4))
     taken: list[int] = []
-    assert fit(data, settings, out, console=QUIET, on_step=taken.append)
+    assert fit(data, settings, out, console=Console(width=200), on_step=taken.append)
     assert taken == [3, 4]  # steps 3 and 4 were lost with the kill, stay charged, and are not had again
+    assert "2 steps after the last checkpoint were charged, and the result was lost" in capsys.readouterr().out
+    result = json.loads((out / "result.json").read_text())
+    assert (result["steps"], result["lost_steps"]) == (4, 2) and 2.9 < result["epsilon"] <= 3  # what all six cost
     (run,) = dpkfc.accounting.ledger.read(tmp_path / "privacy.db")
     assert (run.dataset, run.charged, run.closed) == ("people", STEPS, True)
     assert fit(data, replace(settings, dataset=None), tmp_path / "second", console=QUIET)
     assert len(dpkfc.accounting.ledger.read(tmp_path / "privacy.db")) == 2
+
+
+def test_little_is_at_stake_between_checkpoints(own: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "MOST_SAVING", 1.0)  # small runs are slow to save
+    settings = replace(own, ledger=str(tmp_path / "privacy.db"), dataset="people")
+    with pytest.raises(OSError, match="killed"):
+        fit(some_data(), settings, tmp_path / "run", console=QUIET, on_step=kill_at(5))
+    taken: list[int] = []
+    assert fit(some_data(), settings, tmp_path / "run", console=QUIET, on_step=taken.append)
+    assert taken == [5] and json.loads((tmp_path / "run" / "result.json").read_text())["lost_steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "since", "saving", "expected"),
+    [
+        (19, 59.0, 0.0, False),
+        (20, 1.0, 0.0, True),  # a fiftieth of the planned steps
+        (1, 61.0, 0.0, True),
+        (20, 61.0, 11.0, False),  # more than a tenth of the time went into saving
+        (20, 1.0, 10.0, True),
+    ],
+)
+def test_when_a_checkpoint_is_due(steps: int, since: float, saving: float, expected: bool) -> None:
+    assert run_folder.worth_saving(steps, 1000, since, saving, 100.0) == expected
+
+
+@pytest.mark.parametrize("end", ['{"step": 6, "eps', '{"step": 6}', "7", "\0\0", "{}"])
+def test_a_line_that_was_cut_off_is_dropped(tmp_path: Path, end: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n' + end)
+    run_folder.keep_metrics(tmp_path, 5)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 3}\n'
+
+
+def interrupted(*arguments: object) -> int:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_release_is_repeated_with_the_weights_that_were_paid_for(
+    own: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(own, ledger=str(tmp_path / "privacy.db"), dataset="people")
+    data, out = some_data(), tmp_path / "run"
+    assert fit(data, own, tmp_path / "whole", console=QUIET)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(training, "correct", interrupted)
+        fit(data, settings, out, console=QUIET)
+    assert (out / "checkpoint").exists() and not (out / "result.json").exists()
+    assert fit(data, settings, out, console=QUIET, on_step=kill_at(1))  # takes no step
+    assert weights(out) == weights(tmp_path / "whole")
+    assert json.loads((out / "result.json").read_text())["steps"] == STEPS
+    (run,) = dpkfc.accounting.ledger.read(tmp_path / "privacy.db")
+    assert (run.charged, run.closed) == (STEPS, True)
+
+
+def test_weights_are_not_replaced_by_those_of_fewer_steps(
+    own: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(own, ledger=str(tmp_path / "privacy.db"), dataset="people")
+    data, out = some_data(), tmp_path / "run"
+    assert not fit(data, settings, out, console=QUIET, on_step=stop_at(2))
+    shutil.copytree(out / "checkpoint", tmp_path / "old")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(training, "correct", interrupted)
+        fit(data, settings, out, console=QUIET)
+    before = weights(out)
+    shutil.rmtree(out / "checkpoint")
+    shutil.copytree(tmp_path / "old", out / "checkpoint")  # from a backup, say
+    assert fit(data, settings, out, console=QUIET)
+    result = json.loads((out / "result.json").read_text())
+    assert weights(out) == before and (result["steps"], result["lost_steps"]) == (STEPS, 0)
+    assert data.test is not None
+    assert correct(restore(out, data), data.test, "cpu", 20) == result["test"]["accuracy"] * 20
+
+
+def test_weights_of_something_else_are_not_replaced(own: Settings, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "model.safetensors").write_text("mine")
+    with pytest.raises(dpkfc.PrivacyError, match="something else: choose another --out"):
+        fit(some_data(), own, out, console=QUIET)
+    (out / "model.safetensors").rename(tmp_path / "mine")
+    assert not fit(some_data(), own, out, console=QUIET, on_step=stop_at(2))
+    (tmp_path / "mine").rename(out / "model.safetensors")
+    with pytest.raises(dpkfc.PrivacyError, match="cannot be read .* move it away"):
+        fit(some_data(), own, out, console=QUIET)
+    assert (out / "model.safetensors").read_text() == "mine"
+
+
+def test_a_finished_run_keeps_no_secret(own: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(training, "draw_pictures", interrupted)
+        fit(some_data(), own, tmp_path / "run", console=QUIET)
+    assert (tmp_path / "run" / "checkpoint").exists()
+    assert fit(some_data(), own, tmp_path / "run", console=QUIET)
+    assert not (tmp_path / "run" / "checkpoint").exists()
 
 
 def test_a_budget_that_does_not_suffice_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -152,7 +284,55 @@ def test_a_budget_that_does_not_suffice_leaves_nothing_behind(tmp_path: Path) ->
         pass
     with pytest.raises(dpkfc.PrivacyError, match="does not fit"):
         fit(some_data(), replace(SETTINGS, ledger=str(file), dataset="people"), out, console=QUIET)
-    assert not list(out.iterdir())
+    assert [file.name for file in tmp_path.iterdir()] == ["privacy.db"]
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from dpkfc.run_folder import locked
+
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(run_folder.fcntl is None, reason="needs locks")
+def test_a_folder_is_for_one_process_until_that_is_killed(own: Settings, tmp_path: Path) -> None:
+    out = tmp_path / "runs" / "mine"
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(out)], stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+            with pytest.raises(dpkfc.PrivacyError, match="another process is training in .*mine: wait for it"):
+                fit(some_data(), own, out, console=QUIET)
+        finally:
+            holder.kill()
+    assert fit(some_data(), own, out, console=QUIET)
+    assert not (out / ".lock").exists()
+
+
+def test_a_folder_that_was_made_for_nothing_goes_again(tmp_path: Path) -> None:
+    with locked(tmp_path / "runs" / "mine"):
+        assert (tmp_path / "runs" / "mine").is_dir()
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "mine").mkdir()
+    with locked(tmp_path / "mine"):
+        pass
+    assert (tmp_path / "mine").is_dir()
+
+
+@pytest.mark.parametrize("out", ["file", "file/inside", "file/far/inside", 300 * "x"])
+def test_an_out_that_cannot_be_a_folder(tmp_path: Path, out: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(dpkfc.PrivacyError, match="--out .*: choose another"):
+        check_folder(tmp_path / out)
+
+
+def test_an_out_that_may_not_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # whoever runs the tests may write everywhere
+    with pytest.raises(dpkfc.PrivacyError, match="may not be written to"):
+        check_folder(tmp_path / "run")
 
 
 def test_images_through_scattering_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,27 +399,59 @@ def test_defaults_by_the_kind_of_data() -> None:
         ("{}:other", r"does not take inputs of shape \(4,\)"),
         ("{}:nothing", "returned int"),
         ("{}:three", "takes 3 arguments"),
+        ("{}:leaves", "leaves fails with SystemExit: enough"),
         ("{}:batch_norm", "mixes the records"),
+        ("{}:not_a_number", "not_a_number gives numbers that are not finite for each of 8 probes"),
+        ("{}:without_a_value", "without_a_value gives numbers that are not finite"),
     ],
 )
-def test_models_that_cannot_be(own: Settings, tmp_path: Path, model: str, message: str) -> None:
+@pytest.mark.parametrize("method", ["kfc", "sgd"])
+def test_models_that_cannot_be(own: Settings, tmp_path: Path, model: str, message: str, method: Any) -> None:
+    settings = replace(own, model=model.format(tmp_path / "net.py"), method=method)
     with pytest.raises(dpkfc.PrivacyError, match=message):
-        fit(some_data(), replace(own, model=model.format(tmp_path / "net.py")), tmp_path / "run", console=QUIET)
+        fit(some_data(), settings, tmp_path / "run", console=QUIET)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("function", ["more", "Any", "alone"])
+def test_a_function_is_asked_for_what_it_must_be_given(own: Settings, tmp_path: Path, function: str) -> None:
+    assert fit(some_data(), replace(own, model=f"{tmp_path}/net.py:{function}"), tmp_path / "run", console=QUIET)
+
+
+def test_a_file_that_ends_the_process(own: Settings, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(dpkfc.PrivacyError, match=r"net.py fails with SystemExit: 3"):
+        fit(some_data(), own, tmp_path / "run", console=QUIET)
+
+
+@pytest.mark.parametrize("file", ["state.json", "tensors.safetensors"])
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(b"{")])
+def test_a_checkpoint_that_cannot_be_read_says_what_to_do(
+    own: Settings, tmp_path: Path, file: str, damage: Callable[[Path], Any]
+) -> None:
+    assert not fit(some_data(), own, tmp_path / "run", console=QUIET, on_step=stop_at(2))
+    damage(tmp_path / "run" / "checkpoint" / file)
+    with pytest.raises(dpkfc.PrivacyError, match=r"lost or damaged .* restore the folder from a backup, or begin anew"):
+        fit(some_data(), own, tmp_path / "run", console=QUIET)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"batch_size": 3}, "--batch-size 3"),
-        ({"batch_size": 100}, "batch_size=100 exceeds the 60 records"),
+        ({"batch_size": 100}, "--batch-size 100: there are 60 training records"),
+        ({"physical_batch_size": 0}, "--physical-batch-size 0"),
         ({"lr": 0.0}, "--lr 0"),
         ({"rho": -1.0}, "--rho -1"),
         ({"clip": float("inf")}, "--clip inf"),
         ({"rho": 1.0, "lr": 1.0}, "--lr and --rho"),
         ({"epsilon": -1.0}, "--epsilon -1"),
         ({"epochs": 0.0}, "--epochs 0"),
-        ({"delta": 2.0}, "delta=2.0"),
+        ({"seed": -1}, "--seed -1: give a whole number from 0"),
+        ({"seed": 2**63}, "--seed 9223372036854775808"),
+        ({"seed": 10**30}, "--seed 1000000000000000000000000000000"),
+        ({"delta": 2.0}, "--delta 2"),
+        ({"delta": 0.0}, "--delta 0"),
         ({"method": "adam"}, "--method adam"),
         ({"noise": "pink"}, "--noise pink"),
         ({"device": "toaster"}, "--device toaster"),
@@ -251,6 +463,25 @@ def test_settings_that_cannot_be(tmp_path: Path, change: dict[str, object], mess
         fit(some_data(), replace(SETTINGS, **change), tmp_path / "run", console=QUIET)  # type: ignore[arg-type]
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_largest_seed(tmp_path: Path) -> None:
+    assert fit(some_data(), replace(SETTINGS, seed=2**63 - 1), tmp_path, console=QUIET)
+
+
+def test_an_epsilon_that_promises_nothing_still_has_a_report(tmp_path: Path) -> None:
+    assert fit(some_data(), replace(SETTINGS, epsilon=1000.0), tmp_path, console=QUIET)
+    finish(tmp_path, QUIET)
+    assert "promises nothing" in (tmp_path / "report.html").read_text()
+
+
+def test_a_model_that_learned_nothing_is_seen_beside_the_most_frequent_class(tmp_path: Path) -> None:
+    data = some_data()
+    assert data.test is not None
+    x, y = data.test.tensors[0], torch.tensor([1] * 13 + [0] * 7)
+    assert fit(replace(data, test=TensorDataset(x, y)), SETTINGS, tmp_path, console=QUIET)
+    test = json.loads((tmp_path / "result.json").read_text())["test"]
+    assert test["majority"] == 0.65 and "epsilon does not protect" in test["note"]
 
 
 def test_too_few_records(tmp_path: Path) -> None:

@@ -18,13 +18,16 @@ from dpkfc.report.ledger_table import ledger_tables
 
 
 class Commands(TyperGroup):
-    """Shows a `PrivacyError` of any command as one red line, with exit code 2."""
+    """Shows a `PrivacyError` of any command, or a file that cannot be used, as one red line, with exit code 2."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except PrivacyError as error:
-            Console(stderr=True).print(Text(f"dpkfc: {error}", style="red"), soft_wrap=True)
+        except BrokenPipeError:  # of `dpkfc ... | head`: typer's own matter
+            raise
+        except (PrivacyError, OSError) as error:
+            said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+            Console(stderr=True).print(Text(f"dpkfc: {said}", style="red"), soft_wrap=True)
             raise typer.Exit(2) from None
 
 
@@ -71,9 +74,13 @@ def demo(
     [cyan]dpkfc demo --epsilon 1 --epochs 20 --seed 0 --out runs/demo[/cyan]
     """
     from dpkfc.experiments.demo import keep, run_demo
-    from dpkfc.training import check_device
+    from dpkfc.run_folder import check_folder
+    from dpkfc.training import check_device, check_seed
 
     check_device(device)
+    check_seed(seed)
+    if out is not None:
+        check_folder(out)
     console = Console()
     outcomes = run_demo(epsilon, delta, epochs, seed, console, device)
     if out is not None:
@@ -229,11 +236,15 @@ def reproduce(
     from dpkfc.experiments import study
     from dpkfc.experiments.order import Order
     from dpkfc.report.run_report import write_report
-    from dpkfc.training import check_device
+    from dpkfc.run_folder import check_folder
+    from dpkfc.training import check_device, check_seed
 
     check_device(device)
+    check_seed(seed)
+    out = out or Path("results") / name
+    check_folder(out)
     module, console = import_module(f"dpkfc.experiments.{EXPERIMENTS[name]}"), Console()
-    order = Order(out or Path("results") / name, console, quick, data_dir, seed, device)
+    order = Order(out, console, quick, data_dir, seed, device)
     try:
         study.reproduce(module.STUDY, order) if hasattr(module, "STUDY") else module.run(order)
     except (OSError, ValueError) as error:

@@ -132,6 +132,7 @@ def train(
     [cyan]dpkfc train reviews.csv --text review --target stars --classes 5 --model lora:models/minilm --epsilon 3[/cyan]
     """
     from dpkfc import training
+    from dpkfc.run_folder import check_folder
 
     console, name = Console(), name_of(source)
     options = options_of(
@@ -156,9 +157,14 @@ def train(
     )
     training.check(settings)
     out = out or Path("runs") / name
+    check_folder(out)
     loaded = load_source(source, options, console)
     show_remarks(loaded, seed, console)
-    if not training.fit(loaded, settings, out, source=written(source, options), console=console):
+    try:
+        done = training.fit(loaded, settings, out, source=written(source, options), console=console)
+    except KeyboardInterrupt:  # a second Ctrl-C, or one before the first step or after the last
+        done = False
+    if not done:
         console.print(Text(f"stopped; everything is in {out}. The same command goes on from here."), soft_wrap=True)
         raise typer.Exit(130)
     training.finish(out, console)
@@ -353,6 +359,8 @@ def _suggest(source: Path, target: str, text: str | None, file: Path, console: C
 
     if file.exists():
         raise PrivacyError(f"{file} exists, and a person may have edited it: remove it first, or choose another name")
+    if not file.parent.is_dir():
+        raise PrivacyError(f"--suggest-schema {file}: there is no folder {file.parent}: make it, or choose another")
     schema, left_out = suggest_schema(source, target, text)
     body = ",\n".join(f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in schema.items())
     file.write_text(f"{{\n{body}\n}}\n")

@@ -91,6 +91,7 @@ def tune(
     if find_spec("optuna") is None:
         raise PrivacyError("tuning needs Optuna, which is not installed: pip install 'dpkfc[tune]'")
     from dpkfc import training, tuning_runs
+    from dpkfc.run_folder import locked
 
     console, name = Console(), options.name_of(source)
     fixed, space = _space(rho, lr, clip, epochs)
@@ -117,30 +118,32 @@ def tune(
     chosen = options.options_of(
         target, text, schema, classes, test, limits, size, grey, text_features, indicators, data_dir, model
     )
-    loaded = options.load_source(source, chosen, console)
-    options.show_remarks(loaded, None if public else seed, console)
-    held_out = tuning_runs.hold_out(
-        loaded, validation, lambda path: options.load_source(path, {**chosen, "test": 0}, console)
-    )
-    work = tuning_runs.prepare(held_out, settings, space, console)
-    asked = {"public": public, "space": {name: str(spread) for name, spread in space.items()}, "validation": validation}
-    config = {
-        "settings": {**asdict(settings), "model": work.built.name},
-        "tuning": {**asked, "score_noise": score_noise, **({} if public else {"tries": tries})},
-        "code": work.built.code,
-        "source": options.written(source, chosen),
-        "shape": list(loaded.shape),
-        "classes": list(loaded.names),
-    }
     out = out or Path("runs") / f"{name}-tuning"
-    try:
-        if public:
-            tuning_runs.publicly(work, int(tries), config, out, console)
-        else:
-            tuning_runs.privately(work, tries, score_noise, config, out, console)
-    except KeyboardInterrupt:
-        console.print(f"stopped; everything is in {out}. The same command goes on from here.", soft_wrap=True)
-        raise typer.Exit(130) from None
+    with locked(out):
+        loaded = options.load_source(source, chosen, console)
+        options.show_remarks(loaded, None if public else seed, console)
+        held_out = tuning_runs.hold_out(
+            loaded, validation, lambda path: options.load_source(path, {**chosen, "test": 0}, console)
+        )
+        work = tuning_runs.prepare(held_out, settings, space, console)
+        spreads = {name: str(spread) for name, spread in space.items()}
+        asked = {"public": public, "space": spreads, "validation": validation, "score_noise": score_noise}
+        config = {
+            "settings": {**asdict(settings), "model": work.built.name},
+            "tuning": {**asked, **({} if public else {"tries": tries})},
+            "code": work.built.code,
+            "source": options.written(source, chosen),
+            "shape": list(loaded.shape),
+            "classes": list(loaded.names),
+        }
+        try:
+            if public:
+                tuning_runs.publicly(work, int(tries), config, out, console)
+            else:
+                tuning_runs.privately(work, tries, score_noise, config, out, console)
+        except KeyboardInterrupt:
+            console.print(f"stopped; everything is in {out}. The same command goes on from here.", soft_wrap=True)
+            raise typer.Exit(130) from None
 
 
 def _space(

@@ -16,6 +16,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -40,14 +42,22 @@ from dpkfc.plan import Plan
 from dpkfc.presets import EPOCHS, STEPS, Recipe, recipe
 from dpkfc.private import make_private
 from dpkfc.report.progress import bar
-from dpkfc.report.run_report import draw_pictures, result_table, write_report
+from dpkfc.report.run_report import draw_pictures, lost_steps, result_table, write_report
 from dpkfc.run import Private
-from dpkfc.run_folder import Fingerprint, keep_metrics, resumes, stoppable, write_json, write_whole
+from dpkfc.run_folder import (
+    Fingerprint,
+    keep_metrics,
+    locked,
+    resumes,
+    stoppable,
+    worth_saving,
+    write_json,
+    write_whole,
+)
 
-SAVE_EVERY = 60.0  # seconds
 PART = 500  # records whose features are computed at once
 FEWEST, USUAL = 8, 32  # records expected in a batch: at least, and at least by default
-TEST_NOTE = "epsilon does not protect the test records: their accuracy is exact"
+TEST_NOTE = "epsilon does not protect the test records: what is said of them is exact"
 
 
 @dataclass(frozen=True)
@@ -91,44 +101,58 @@ def fit(
     """
     console = console or Console()
     check(settings)
-    name = settings.model or default_model(loaded.kind, loaded.shape)
-    if settings.seed is not None:
-        torch.manual_seed(settings.seed)
-    built = build(name, loaded.kind, loaded.shape, loaded.classes, loaded.probe)
-    config = {
-        "settings": {**asdict(settings), "model": name},
-        "code": built.code,
-        "source": dict(source or {}),
-        "shape": list(loaded.shape),
-        "classes": list(loaded.names),
-    }
-    resumed = resumes(out, config)
-    if resumed and (out / "result.json").exists():
-        console.print("this run is finished; for a new one choose another --out")
-        return True
-    run = _start(loaded, built, settings, console)
+    with locked(out):
+        name = settings.model or default_model(loaded.kind, loaded.shape)
+        if settings.seed is not None:
+            torch.manual_seed(settings.seed)
+        built = build(name, loaded.kind, loaded.shape, loaded.classes, loaded.probe)
+        config = {
+            "settings": {**asdict(settings), "model": name},
+            "code": built.code,
+            "source": dict(source or {}),
+            "shape": list(loaded.shape),
+            "classes": list(loaded.names),
+        }
+        resumed = resumes(out, config)
+        if resumed and (out / "result.json").exists():
+            console.print("this run is finished; for a new one choose another --out")
+            shutil.rmtree(out / "checkpoint", ignore_errors=True)  # a secret, if the last moment was interrupted
+            return True
+        with ledger_of(settings) as ledger:
+            run = _start(loaded, built, settings, ledger, console)
+            if not _train(run, out, config, resumed, console, on_step):
+                return False
+            private = run.private
+            lost = private.charged - private.steps
+            done = Trained(run.averaged.module, private.plan, run.recipe, private.epsilon(), private.steps, lost)
+            release(loaded, built, settings, done, out, console)
+            shutil.rmtree(out / "checkpoint", ignore_errors=True)
+            private.detach()
+            return True
+
+
+def _train(
+    run: Run, out: Path, config: dict[str, Any], resumed: bool, console: Console, on_step: Callable[[int], None]
+) -> bool:
+    """All steps, in the folder; False if it was asked to stop before the end."""
     try:
         if resumed:
-            run.private.load(out / "checkpoint", averaged=run.averaged, data=run.data)
+            _take_up(run, out)
             console.print(f"resumed after step {run.private.steps} of {run.private.plan.steps}")
+            if lost := run.private.charged - run.private.steps:
+                console.print(lost_steps(lost), soft_wrap=True)
         else:
             console.print(run.recipe)
             _begin(out, config, run)
         console.print(run.private.plan)
         keep_metrics(out, run.private.steps)
-        if not _loop(run, out, console, on_step):
-            return False
+        return _loop(run, out, console, on_step)
     except PrivacyError:
         if not resumed and not run.private.charged:  # refused by the ledger, say: nothing was spent
             shutil.rmtree(out / "checkpoint", ignore_errors=True)
             for name in ("config.json", "plan.json", "metrics.jsonl"):
                 (out / name).unlink(missing_ok=True)
         raise
-    done = Trained(run.averaged.module, run.private.plan, run.recipe, run.private.epsilon(), run.private.steps)
-    release(loaded, built, settings, done, out, console)
-    shutil.rmtree(out / "checkpoint", ignore_errors=True)
-    run.private.detach()
-    return True
 
 
 @dataclass(frozen=True)
@@ -148,6 +172,7 @@ class Trained:
     recipe: Recipe
     epsilon: float
     steps: int
+    lost_steps: int = 0  # charged as well, but killed before a checkpoint had them
 
 
 def check(settings: Settings) -> None:
@@ -156,17 +181,28 @@ def check(settings: Settings) -> None:
         value = getattr(settings, what)
         if value is not None and not 0 < value < float("inf"):
             raise PrivacyError(f"--{what} {value:g}: must be a positive number")
+    check_seed(settings.seed)
     if settings.lr is not None and settings.rho is not None:
         raise PrivacyError("--lr and --rho both say how large steps are: give one of them")
     if settings.batch_size is not None and settings.batch_size < FEWEST:
         raise PrivacyError(
             f"--batch-size {settings.batch_size}: noise drowns a batch with so few records: expect at least {FEWEST}"
         )
+    if settings.physical_batch_size < 1:
+        raise PrivacyError(f"--physical-batch-size {settings.physical_batch_size}: must be at least 1")
+    if settings.delta is not None and not 0 < settings.delta < 1:
+        raise PrivacyError(f"--delta {settings.delta:g}: must lie between 0 and 1, and well below 1 / records")
     if settings.method not in ("kfc", "sgd"):
         raise PrivacyError(f"--method {settings.method}: choose kfc or sgd")
     if settings.noise not in ("auto", "independent"):
         raise PrivacyError(f"--noise {settings.noise}: choose auto or independent")
     check_device(settings.device)
+
+
+def check_seed(seed: int | None) -> None:
+    """Refuse one that torch does not take."""
+    if seed is not None and not 0 <= seed < 2**63:
+        raise PrivacyError(f"--seed {seed}: give a whole number from 0 to {2**63 - 1}, or none: then noise is secret")
 
 
 def check_device(device: str) -> None:
@@ -184,13 +220,13 @@ def devices() -> list[str]:
     return [*found, "mps"] if torch.backends.mps.is_available() else found
 
 
-def _start(loaded: Loaded, built: Built, settings: Settings, console: Console) -> Run:
+def _start(loaded: Loaded, built: Built, settings: Settings, ledger: Ledger | None, console: Console) -> Run:
     """All that can be refused is refused here, before anything is spent."""
     model = built.model.to(settings.device).train()
     with console.status("calibrating the noise"):
         found = adjusted(base_recipe(built, len(loaded.train), settings), settings)
     data = on_device(inputs_of(loaded.train, built, console, "training records"), settings.device)
-    private, averaged = joined(model, found, data, settings, settings.seed, ledger_of(settings))
+    private, averaged = joined(model, found, data, settings, settings.seed, ledger)
     return Run(private, averaged, found, Fingerprint.of(loaded.train))
 
 
@@ -219,6 +255,11 @@ def base_recipe(built: Built, records: int, settings: Settings) -> Recipe:
 
 
 def batch_size(records: int, settings: Settings) -> int:
+    if settings.batch_size is not None and settings.batch_size > records:
+        raise PrivacyError(
+            f"--batch-size {settings.batch_size}: there are {records} training records, and no more can be drawn: "
+            "choose a smaller one"
+        )
     return settings.batch_size or min(records, max(USUAL, round((settings.epochs or EPOCHS) * records / STEPS)))
 
 
@@ -269,8 +310,9 @@ def steps_of(private: Private, averaged: AveragedModel) -> Iterator[int]:
             yield private.steps
 
 
-def ledger_of(settings: Settings) -> Ledger | None:
-    return None if settings.ledger is None else Ledger(settings.ledger, settings.dataset or "data")
+def ledger_of(settings: Settings) -> AbstractContextManager[Ledger | None]:
+    """It is closed at the end, so that SQLite leaves no files beside it."""
+    return nullcontext() if settings.ledger is None else closing(Ledger(settings.ledger, settings.dataset or "data"))
 
 
 def inputs_of(data: TensorDataset, built: Built, console: Console, what: str) -> TensorDataset:
@@ -286,10 +328,21 @@ def inputs_of(data: TensorDataset, built: Built, console: Console, what: str) ->
 
 def _begin(out: Path, config: dict[str, Any], run: Run) -> None:
     """The folder, with a checkpoint before the first step: a kill after it finds its run in the ledger again."""
-    out.mkdir(parents=True, exist_ok=True)
     write_json(out / "plan.json", run.private.plan.to_json())
     run.private.save(out / "checkpoint", averaged=run.averaged, data=run.data)
     write_json(out / "config.json", config)
+
+
+def _take_up(run: Run, out: Path) -> None:
+    try:
+        run.private.load(out / "checkpoint", averaged=run.averaged, data=run.data)
+    except (PrivacyError, SafetensorError) as problem:
+        if isinstance(problem, PrivacyError) and not isinstance(problem.__cause__, OSError | ValueError):
+            raise  # it can be read
+        raise PrivacyError(
+            f"the checkpoint of {out} is lost or damaged ({problem}): restore the folder from a backup, or begin anew "
+            "with another --out. What a ledger has charged stays charged"
+        ) from problem
 
 
 def _loop(run: Run, out: Path, console: Console, on_step: Callable[[int], None]) -> bool:
@@ -297,7 +350,7 @@ def _loop(run: Run, out: Path, console: Console, on_step: Callable[[int], None])
     private, plan = run.private, run.private.plan
     per_epoch = max(1, round(1 / plan.sampling_rate))
     epochs, begun = private.steps // per_epoch, time.monotonic()
-    saved = begun
+    saved, saved_at, saving = begun, private.steps, 0.0
     with stoppable() as stopping, bar(console) as progress:
         task = progress.add_task("training", total=plan.steps, completed=private.charged)
         for step in steps_of(private, run.averaged):
@@ -309,12 +362,14 @@ def _loop(run: Run, out: Path, console: Console, on_step: Callable[[int], None])
                 line = {"step": step, "epsilon": private.epsilon(), "seconds": round(now - begun, 3)}
                 with (out / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps(line) + "\n")
-            if stopping() or now - saved > SAVE_EVERY:
+            if stopping() or worth_saving(step - saved_at, plan.steps, now - saved, saving, now - begun):
                 private.save(out / "checkpoint", averaged=run.averaged, data=run.data)
-                saved = now
+                saved, saved_at = time.monotonic(), step
+                saving += saved - now
             if stopping():
                 return False
         progress.update(task, completed=private.charged)
+        private.save(out / "checkpoint", averaged=run.averaged, data=run.data)  # `release` may be interrupted
     return True
 
 
@@ -327,20 +382,26 @@ def release(
     console: Console,
     selection: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the weights, what the run came to, with accuracy on the test part, and the pictures of the report."""
+    """Write the weights, what the run came to, with accuracy on the test part, and the pictures of the report.
+
+    Interrupted, it can be repeated.
+    """
     model, plan = done.model, done.plan
-    write_whole(out / "model.safetensors", lambda file: save_model(model, str(file)))
+    steps = _keep_weights(model, done.steps, plan.steps, out / "model.safetensors")
+    lost = done.lost_steps - (steps - done.steps)
     test = None
     if loaded.test is not None:
         data = inputs_of(loaded.test, built, console, "test records")
         right = correct(model, data, settings.device, settings.physical_batch_size)
-        test = {"accuracy": right / len(data), "records": len(data), "note": TEST_NOTE}
+        most = int(data.tensors[1].bincount().max())
+        test = {"accuracy": right / len(data), "majority": most / len(data), "records": len(data), "note": TEST_NOTE}
     write_json(
         out / "result.json",
         {
             "epsilon": done.epsilon,
             "delta": plan.delta,
-            "steps": done.steps,
+            "steps": steps,
+            "lost_steps": lost,
             "records": plan.records,
             "batch_size": plan.batch_size,
             "noise_multiplier": plan.noise_multiplier,
@@ -362,6 +423,24 @@ def release(
         PrivacyError
     ) as problem:  # of a model that has diverged, say: the run is paid for, and this is only a picture
         console.print(f"the report has no pictures of probes: {problem}", markup=False, soft_wrap=True)
+
+
+def _keep_weights(model: nn.Module, steps: int, planned: int, file: Path) -> int:
+    """Write the weights after `steps`, unless the file has those after more, which were paid for: then read them.
+
+    Returns the steps of the weights that are kept.
+    """
+    if file.exists():
+        try:
+            with safe_open(str(file), "pt") as there:
+                found = int((there.metadata() or {}).get("steps", planned))  # it is written at a run's end only
+        except (SafetensorError, ValueError) as problem:
+            raise PrivacyError(f"{file} cannot be read ({problem}): move it away, and repeat the command") from problem
+        if found > steps:
+            load_model(model, str(file))
+            return found
+    write_whole(file, lambda fresh: save_model(model, str(fresh), metadata={"steps": str(steps)}))
+    return steps
 
 
 @torch.no_grad()

@@ -200,7 +200,8 @@ def publicly(work: Work, tries: int, config: dict[str, Any], out: Path, console:
 
     out.mkdir(parents=True, exist_ok=True)
     name = f"tuning {sha256(json.dumps(config).encode()).hexdigest()[:12]}"  # another command has its own tries
-    found = tuning.tune(objective, tries=tries, storage=out / "tuning.db", name=name, seed=work.settings.seed)
+    seed = None if work.settings.seed is None else work.settings.seed % 2**31  # NumPy takes no larger ones
+    found = tuning.tune(objective, tries=tries, storage=out / "tuning.db", name=name, seed=seed)
     headings, rows = _table(found)
     table = Table(*headings, title=f"{len(rows)} tries, the best first", title_justify="left", pad_edge=False)
     for row in rows:
@@ -267,13 +268,10 @@ def privately(
         return private, float(work.right(private))
 
     try:
-        selected = tuning.tune_privately(
-            objective,
-            plan=plan,
-            storage=secret / "tuning.db",
-            ledger=ledger_of(work.settings),
-            seed=work.settings.seed,
-        )
+        with ledger_of(work.settings) as ledger:
+            selected = tuning.tune_privately(
+                objective, plan=plan, storage=secret / "tuning.db", ledger=ledger, seed=work.settings.seed
+            )
     except PrivacyError:
         if not begun:  # refused by the ledger, say: nothing was spent
             shutil.rmtree(secret, ignore_errors=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -74,3 +76,45 @@ def test_kills_at_random_points_never_hide_a_step(tmp_path: Path) -> None:
     for run, steps in released.items():
         assert steps <= charged.get(run, 0), "released but not charged"
         assert charged.get(run, 0) <= steps + 20, "far more was charged than was ever released"
+
+
+# `dpkfc.training.fit` in a folder; where it is killed, if at all: at a step, or while it releases.
+FITTING = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from rich.console import Console
+import dpkfc
+from dpkfc import training
+from dpkfc.data.sources import Loaded
+
+folder, where = Path(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+y = torch.arange(60) % 2
+data = torch.utils.data.TensorDataset(torch.rand(60, 4, generator=torch.Generator().manual_seed(0)) + y.view(-1, 1), y)
+loaded = Loaded(data, data, "tabular", (4,), 2, ("no", "yes"), (), dpkfc.Tabular(4))
+settings = training.Settings(epsilon=3.0, delta=1e-3, epochs=4, batch_size=10, noise="independent",
+                             ledger=str(folder / "ledger.db"), dataset="people")
+
+def kill(*arguments):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if where == "release":
+    training.correct = kill
+training.draw_pictures = lambda *arguments: None
+training.fit(loaded, settings, folder / "run", console=Console(),
+             on_step=lambda step: kill() if str(step) == where else None)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+def test_a_killed_run_ends_with_every_charged_step_in_its_weights_or_told_as_lost(tmp_path: Path) -> None:
+    for where, code in (("5", -signal.SIGKILL), ("release", -signal.SIGKILL), ("nowhere", 0)):
+        command = [sys.executable, "-c", FITTING, str(tmp_path), where]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    (run,) = read(tmp_path / "ledger.db")
+    assert result["steps"] + result["lost_steps"] == run.charged == run.mechanism.steps
+    assert 1 <= result["lost_steps"] <= 5 and f"{result['lost_steps']} step" in done.stdout
+    assert not (tmp_path / "run" / "checkpoint").exists() and not (tmp_path / "run" / ".lock").exists()

@@ -48,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "parameters": 1234,
             "recipe": [["learning rate", "0.5", "the noise"]],
             "remarks": ["The classes are public."],
-            "test": {"accuracy": 0.75, "records": 400, "note": "exact"},
+            "test": {"accuracy": 0.75, "majority": 0.7025, "records": 400, "note": "exact"},
         },
     }
     for name, content in files.items():
@@ -66,6 +66,7 @@ def test_it_says_what_is_protected_and_what_was_found(folder: Path) -> None:
         "Poisson",
         "hyperparameters",  # what is not covered
         "75.00 % of 400 test records",
+        "70.25 % by always saying the most frequent class",
         "learning rate",
         "The classes are public.",
         "a&lt;b&gt;.csv",
@@ -86,6 +87,12 @@ def test_plain_words_are_still_bounds(epsilon: float) -> None:
     assert 100 / (1 + math.exp(-epsilon)) <= even < 100 / (1 + math.exp(-epsilon)) + 1.3
 
 
+@pytest.mark.parametrize("epsilon", [20.1, 709.0, 710.0, 1e300])
+def test_so_large_an_epsilon_promises_nothing(epsilon: float) -> None:
+    (said,) = in_plain_words(epsilon, 1e-5)
+    assert f"({epsilon:.3g}) promises nothing" in said
+
+
 def test_a_run_without_a_guarantee_says_so() -> None:
     assert "NOT private" in in_plain_words(math.inf, 1e-5)[0]
 
@@ -94,6 +101,14 @@ def test_a_run_without_a_guarantee_says_so() -> None:
 def test_the_interval_is_wilsons(share: float, count: int) -> None:
     expected = binomtest(round(share * count), count).proportion_ci(0.95, "wilson")
     assert wilson(share, count) == pytest.approx((expected.low, expected.high), abs=1e-4)
+
+
+def test_a_run_of_an_older_version_says_less(folder: Path) -> None:
+    result = json.loads((folder / "result.json").read_text())
+    del result["test"]["majority"]
+    (folder / "result.json").write_text(json.dumps(result))
+    assert "75.00 % of 400" in write_report(folder).read_text()
+    assert result_table(folder, folder / "report.html").row_count == 8
 
 
 def test_without_test_records_metrics_or_seed(folder: Path) -> None:
@@ -166,7 +181,19 @@ def test_the_table_for_the_terminal(folder: Path) -> None:
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     for expected in ("75.00% of 400 records (95 % interval 70.5% to 79.0%)", "rho 1.23, clip 2", "151.2 of 200"):
         assert expected in shown
+    assert "70.25% by always saying the most frequent class" in shown
     assert "rho 1.23, clip 2" in write_report(folder).read_text()
+
+
+def test_steps_that_were_paid_for_in_vain_are_told(folder: Path) -> None:
+    assert "last checkpoint" not in write_report(folder).read_text()
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps({**result, "lost_steps": 1234}))
+    (folder / "metrics.jsonl").unlink()
+    console = Console(file=io.StringIO(), width=200)
+    console.print(result_table(folder, folder / "report.html"))
+    for text in (write_report(folder).read_text(), console.file.getvalue()):  # type: ignore[attr-defined]
+        assert "1,234 steps after the last checkpoint were charged, and the result was lost" in text
 
 
 @pytest.mark.parametrize("name", ["plan.json", "config.json", "result.json"])

@@ -17,7 +17,7 @@ from dpkfc.data.records import Kind
 from dpkfc.errors import PrivacyError
 from dpkfc.features import Scattering, standardised
 from dpkfc.geometry.probes.pink import PinkNoise
-from dpkfc.geometry.probes.probe import Probe
+from dpkfc.geometry.probes.probe import Probe, call
 from dpkfc.geometry.probes.through import Through
 from dpkfc.geometry.probes.tokens import Tokens
 from dpkfc.models import backbone
@@ -25,6 +25,7 @@ from dpkfc.models.mlp import mlp
 
 NAMES = ("linear", "mlp", "cnn", "scattering")
 HIDDEN = 64
+FEW = 8  # probes that a model is tried on
 PROBES = 2048  # that thousands of scattering features are known by
 SMALLEST, WIDEST = 16, 2**14  # the side of images, and the features, for which scattering is the default
 
@@ -58,7 +59,7 @@ def scattered(shape: tuple[int, ...]) -> int:
 
 
 def build(name: str, kind: Kind, shape: tuple[int, ...], classes: int, probe: Probe) -> Built:
-    """The model, tried on zeros: its output must be one number for each class."""
+    """The model, tried on zeros and on probes: its output must be one finite number for each class."""
     if name in ("cnn", "scattering") and kind != "images":
         raise PrivacyError(f"--model {name} is for images, not for {kind} data: choose linear or mlp")
     if name == "scattering":
@@ -74,11 +75,12 @@ def build(name: str, kind: Kind, shape: tuple[int, ...], classes: int, probe: Pr
     if name == "mlp":
         return Built(name, mlp([_size(shape), HIDDEN, classes]), None, probe)
     if name == "cnn":
-        return Built(name, _checked(_cnn(shape, classes), name, shape, classes), None, probe)
+        return Built(name, _checked(_cnn(shape, classes), name, shape, classes, probe), None, probe)
     if pretrained := backbone.parse(name):
         return _pretrained(name, *pretrained, kind, shape, classes, probe)
     file, function = _own(name)
-    return Built(name, _checked(_call(function, name, shape, classes), name, shape, classes), None, probe, _code(file))
+    model = _checked(_call(function, name, shape, classes), name, shape, classes, probe)
+    return Built(name, model, None, probe, _code(file))
 
 
 def _pretrained(
@@ -94,7 +96,7 @@ def _pretrained(
         backbone.text_encoder(path, probe.pad or 0) if isinstance(probe, Tokens) else backbone.image_encoder(path)
     )
     whole = backbone.classifier(encoder, classes, way)
-    _checked(whole, name, shape, classes, torch.long if kind == "text" else torch.float32)
+    _checked(whole, name, shape, classes, probe, torch.long if kind == "text" else torch.float32)
     if way != "frozen":
         return Built(name, whole, None, probe)
     features: Callable[[Any], Tensor] = backbone.features(encoder)
@@ -144,7 +146,7 @@ def _own(name: str) -> tuple[Path, Callable[..., Any]]:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         raise PrivacyError(f"--model {name}: {file} fails with {type(problem).__name__}: {problem}") from problem
     found = getattr(module, function, None)
     if not callable(found):
@@ -154,27 +156,46 @@ def _own(name: str) -> tuple[Path, Callable[..., Any]]:
 
 
 def _call(function: Callable[..., Any], name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
-    wanted = len(inspect.signature(function).parameters)
+    wanted = _wanted(function)
     if wanted not in (0, 2):
         raise PrivacyError(
             f"--model {name}: the function takes {wanted} arguments: write it as f(shape, classes) or f()"
         )
     try:
         model = function(shape, classes) if wanted else function()
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         raise PrivacyError(f"--model {name} fails with {type(problem).__name__}: {problem}") from problem
     if not isinstance(model, nn.Module):
         raise PrivacyError(f"--model {name} returned {type(model).__name__}: it must return a torch.nn.Module")
     return model
 
 
+def _wanted(function: Callable[..., Any]) -> int:
+    """How many arguments it must be given; 2 also if it takes any number, or two with values of their own.
+
+    >>> _wanted(lambda shape, classes, hidden=3: None), _wanted(lambda *given: None), _wanted(lambda hidden=3: None)
+    (2, 2, 0)
+    """
+    parameters = inspect.signature(function).parameters.values()
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    any_number = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return 2 if not required and (any_number or len(parameters) == 2) else len(required)
+
+
 def _checked(
-    model: nn.Module, name: str, shape: tuple[int, ...], classes: int, dtype: torch.dtype = torch.float32
+    model: nn.Module,
+    name: str,
+    shape: tuple[int, ...],
+    classes: int,
+    probe: Probe,
+    dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
     training = model.training
+    few = probe.draw(min(FEW, probe.count), torch.Generator().manual_seed(0)).inputs
     try:
         with torch.no_grad():
             output = model.eval()(torch.zeros(2, *shape, dtype=dtype))
+            of_probes = call(model, few)
     except Exception as problem:
         first = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         raise PrivacyError(f"--model {name} does not take inputs of shape {shape}: {first}") from problem
@@ -183,6 +204,11 @@ def _checked(
     if found != (classes,):
         raise PrivacyError(
             f"--model {name} gives {found} for each record, but there are {classes} classes: give that many"
+        )
+    if not of_probes.isfinite().all(1).any():
+        raise PrivacyError(
+            f"--model {name} gives numbers that are not finite for each of {len(of_probes)} probes, at the weights "
+            "it begins with: nothing can be learned. Look for weights without a value, or a division by zero"
         )
     return model
 

@@ -26,6 +26,8 @@ from dpkfc.report.page import Facts, Grid, Picture, Section, Text, flat, picture
 
 FILES = ("result.json", "config.json", "plan.json")
 BY_HAND = ("lr", "rho", "clip", "epochs", "batch_size")
+MAJORITY = "always saying the most frequent class"
+LARGE = 20.0  # epsilons above promise nothing: e^20 is half a billion
 PROBES = 256  # that a step is looked at with
 CAPTIONS = {  # what a picture shows to who cannot see it, and what is to be said of it
     "geometry.png": ("spectra and condition of every layer's map", "Public: from probes and the released weights."),
@@ -43,6 +45,8 @@ CAPTIONS = {  # what a picture shows to who cannot see it, and what is to be sai
 
 def write_report(folder: Path) -> Path:
     """Write `report.html` into the folder of a finished run, or of an experiment."""
+    if folder.is_file():
+        raise PrivacyError(f"{folder} is a file: give the folder of `dpkfc train`, `dpkfc tune` or `dpkfc reproduce`")
     if not any((folder / name).exists() for name in FILES) and is_experiment(folder):
         return write_experiment_report(folder, title_of(folder))
     return write_run_report(folder)
@@ -57,7 +61,7 @@ def write_run_report(folder: Path) -> Path:
         Section("The guarantee", [Facts(plan.statement())]),
         Section("What was not charged", [Text(not_charged(result, config["settings"]))]),
         Section("What the model can do", _accuracy(result["test"])),
-        Section("How the budget was spent", _spending(folder / "metrics.jsonl", plan)),
+        Section("How the budget was spent", [*_lost(result), *_spending(folder / "metrics.jsonl", plan)]),
         Section("Settings, and why", [Grid(["what", "value", "why"], result["recipe"]), *_selection(result)]),
         Section("The geometry, layer by layer", _pictures(folder, "geometry.png")),
         Section("A step, seen on probes", _pictures(folder, "snr.png", "clipping.png")),
@@ -77,6 +81,8 @@ def result_table(folder: Path, report: Path) -> Table:
     table.add_row("epsilon spent", f"{found['epsilon']:.4g} at delta = {found['delta']:.3g}, add or remove one record")
     table.add_row("model", f"{found['model']}, {found['parameters']:,} parameters, {found['geometry']}")
     table.add_row("steps", f"{found['steps']:,} of {found['batch_size']:,} expected records of {found['records']:,}")
+    if lost := found.get("lost_steps", 0):
+        table.add_row("lost", lost_steps(lost))
     table.add_row("noise", f"{found['noise']}, multiplier {found['noise_multiplier']:.4g}")
     table.add_row("learning rate", f"{found['lr']:.3g}")
     for name, value in _chosen(found.get("selection")):
@@ -86,6 +92,8 @@ def result_table(folder: Path, report: Path) -> Table:
         low, high = wilson(test["accuracy"], test["records"])
         shown = f"{test['accuracy']:.2%} of {test['records']:,} records (95 % interval {low:.1%} to {high:.1%})"
         table.add_row("test accuracy", f"{shown}; {test['note']}")
+        if "majority" in test:  # older runs do not say
+            table.add_row("for comparison", f"{test['majority']:.2%} by {MAJORITY}, on the same records")
     table.add_row("weights", str(folder / "model.safetensors"))
     table.add_row("report", str(report))
     return table
@@ -131,7 +139,10 @@ def not_charged(result: Mapping[str, Any], settings: Mapping[str, Any]) -> list[
         "with the records before, such as cleaning, or reading a schema off them, is not charged."
     )
     if result["test"]:
-        said.append("Accuracy on the test records is exact: that one number is released without a charge.")
+        said.append(
+            "Accuracy on the test records is exact, and so is the share of their most frequent class: both numbers are "
+            "released without a charge."
+        )
     if settings.get("ledger"):
         said.append(f"The run is charged in the ledger {settings['ledger']}, as {settings['dataset']}.")
     else:
@@ -152,6 +163,11 @@ def in_plain_words(epsilon: float, delta: float) -> list[str]:
     """
     if not math.isfinite(epsilon):
         return ["This run is NOT private: what it released is not covered by any guarantee."]
+    if epsilon > LARGE:
+        return [
+            f"So large an epsilon ({epsilon:.3g}) promises nothing: whoever sees the model may be as good as certain "
+            "whether a certain record was used. For a promise train with a smaller one, of 10 at most.",
+        ]
     odds = math.ceil(100 * math.exp(epsilon)) / 100  # rounded up: what is printed is still a bound
     even = math.ceil(100 * odds / (1 + odds))
     return [
@@ -172,6 +188,8 @@ def _accuracy(test: dict[str, Any] | None) -> list[Text | Facts]:
         ("uncertainty", f"{100 * low:.1f} to {100 * high:.1f} % (95 % interval, from the number of test records)"),
         ("note", test["note"]),
     ]
+    if "majority" in test:  # older runs do not say
+        rows.insert(2, ("for comparison", f"{100 * test['majority']:.2f} % by {MAJORITY}, on the same records"))
     return [Facts(rows)]
 
 
@@ -184,6 +202,21 @@ def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def lost_steps(count: int) -> str:
+    """What is to be said of steps that were paid for in vain.
+
+    >>> lost_steps(1)
+    '1 step after the last checkpoint was charged, and the result was lost with the process: the charge stays'
+    """
+    what = "1 step after the last checkpoint was" if count == 1 else f"{count:,} steps after the last checkpoint were"
+    return f"{what} charged, and the result was lost with the process: the charge stays"
+
+
+def _lost(result: Mapping[str, Any]) -> list[Text]:
+    lost = result.get("lost_steps", 0)  # older runs do not say
+    return [Text([f"{lost_steps(lost)}."])] if lost else []
 
 
 def _spending(metrics: Path, plan: Plan) -> list[Text | Picture]:
