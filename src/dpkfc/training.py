@@ -295,10 +295,11 @@ def joined(
         loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
         max_physical_batch_size=settings.physical_batch_size,
     )
+    private.after_step(lambda: averaged.update_parameters(model))
     return private, averaged
 
 
-def steps_of(private: Private, averaged: AveragedModel) -> Iterator[int]:
+def steps_of(private: Private) -> Iterator[int]:
     """Take the steps that are left, one each time; yields how many were taken."""
     model, optimizer = private.model, private.optimizer
     for x, y in private.loader if private.charged < private.plan.steps else ():
@@ -306,7 +307,6 @@ def steps_of(private: Private, averaged: AveragedModel) -> Iterator[int]:
         optimizer.step()
         optimizer.zero_grad()
         if private.took_step:
-            averaged.update_parameters(model)
             yield private.steps
 
 
@@ -353,7 +353,7 @@ def _loop(run: Run, out: Path, console: Console, on_step: Callable[[int], None])
     saved, saved_at, saving = begun, private.steps, 0.0
     with stoppable() as stopping, bar(console) as progress:
         task = progress.add_task("training", total=plan.steps, completed=private.charged)
-        for step in steps_of(private, run.averaged):
+        for step in steps_of(private):
             progress.update(task, completed=private.charged)
             on_step(step)
             now = time.monotonic()

@@ -163,7 +163,7 @@ class Work:
         found = replace(found, arguments={**found.arguments, "geometry": geometry})
         model = copy.deepcopy(self.built.model)
         private, averaged = joined(model, found, self.train, self.settings, seed, None)
-        for _ in steps_of(private, averaged):
+        for _ in steps_of(private):
             pass
         private.detach()
         model.load_state_dict(averaged.module.state_dict())
