@@ -113,6 +113,13 @@ def test_ctrl_c_and_the_same_command_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert "this run is finished" in run(*command).stdout
 
 
+def test_ctrl_c_before_the_first_step_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpkfc.training.joined", lambda *arguments: signal.raise_signal(signal.SIGINT))
+    stopped = run("train", "people.csv", "--target", "ill", "--schema", "schema.json", *QUICK)
+    assert stopped.exit_code == 130 and "nothing was begun or spent" in stopped.stdout
+    assert not Path("runs").exists()
+
+
 def test_ctrl_c_after_the_last_step_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def pressed(*arguments: object) -> int:
         signal.raise_signal(signal.SIGINT)

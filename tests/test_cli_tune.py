@@ -215,6 +215,22 @@ def test_a_budget_that_does_not_suffice_leaves_nothing_behind(tried: list[float]
     assert {file.name for file in Path().iterdir()} == {"a.npz", "public.npz", "privacy.db"}
 
 
+def test_an_interrupted_release_is_repeated(tried: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    command = (*PRIVATE, "--ledger", "privacy.db", "--test", "public.npz")
+
+    def interrupted(*arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "correct", interrupted)
+        stopped = run(*command)
+    assert stopped.exit_code == 130 and len(tried) == 3
+    weights = Path("run/model.safetensors").read_bytes()
+    done = run(*command)
+    assert done.exit_code == 0 and len(tried) == 3, done.output  # no further try
+    assert Path("run/model.safetensors").read_bytes() == weights and not Path("run/secret").exists()
+
+
 @pytest.mark.parametrize("command", [PRIVATE, PUBLIC])
 def test_the_largest_seed(tried: list[float], command: tuple[object, ...]) -> None:
     done = run(*command, "--seed", 2**63 - 1, "--tries", 2)

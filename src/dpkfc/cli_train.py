@@ -165,7 +165,9 @@ def train(
     except KeyboardInterrupt:  # a second Ctrl-C, or one before the first step or after the last
         done = False
     if not done:
-        console.print(Text(f"stopped; everything is in {out}. The same command goes on from here."), soft_wrap=True)
+        begun = (out / "config.json").exists()
+        where = f"everything is in {out}. The same command goes on from here" if begun else "nothing was begun or spent"
+        console.print(Text(f"stopped; {where}."), soft_wrap=True)
         raise typer.Exit(130)
     training.finish(out, console)
 
