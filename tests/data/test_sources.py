@@ -19,6 +19,7 @@ from dpkfc.data.records import Records, mark, split
 from dpkfc.data.sources import load
 from dpkfc.data.tables import suggest_schema
 from dpkfc.data.texts import hashed
+from dpkfc.geometry.probes.tabular import Tabular
 
 SCHEMA: dict[str, Any] = {"age": [0, 100], "sex": ["f", "m"], "ill": ["no", "yes"]}
 PEOPLE = "id,age,sex,ill\n1,50,f,no\n2,150,m,yes\n3,,x,no\n4,-7,,yes\n5,25,f,no\n"
@@ -79,7 +80,8 @@ def test_text_of_a_column(tmp_path: Path) -> None:
     found = load(path, target="ill", text="said", classes=("no", "yes"), test=0, features=64)
     x, y = found.train.tensors
     assert found.kind == "text" and x.shape == (3, 64) and y.tolist() == [0, 1, 0]
-    assert torch.allclose(x.norm(dim=1), torch.tensor([1.0, 1.0, 0.0]))
+    assert torch.allclose(x.norm(dim=1), torch.tensor([8.0, 8.0, 0.0]))  # √64: the mean square of a feature is 1
+    assert isinstance(found.probe, Tabular) and found.probe.std == 1.0
 
 
 def test_hashed_words_know_nothing_of_other_texts_and_use_both_signs() -> None:
