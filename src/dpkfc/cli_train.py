@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dpkfc import cli_predict
 from dpkfc.errors import PrivacyError
 
 if TYPE_CHECKING:
@@ -75,9 +76,10 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
+    """Add the commands of this module, and after them `dpkfc predict`."""
     for command in (train, data, doctor):
         app.command()(command)
+    cli_predict.register(app)
 
 
 def train(

@@ -33,11 +33,7 @@ def image_probe(shape: tuple[int, ...], classes: int) -> PinkNoise:
 
 def read_npz(path: Path, declared: tuple[str, ...] | None, limits: Limits | None) -> Read:
     """Arrays named images and labels, or x and y; with train_ and test_ before them, or _train and _test behind."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, BadZipFile) as problem:
-        raise PrivacyError(f"{path} is not a readable .npz file of plain arrays ({problem})") from problem
+    arrays = _arrays(path)
     train, test = _pair(arrays, "train") or _pair(arrays, ""), _pair(arrays, "test")
     if train is None:
         raise PrivacyError(
@@ -46,6 +42,23 @@ def read_npz(path: Path, declared: tuple[str, ...] | None, limits: Limits | None
         )
     remarks = [f"{path.name}: the validation part is not used"] if _pair(arrays, "val") else []
     return read_arrays(train, test, str(path), declared, limits, remarks)
+
+
+def read_npz_inputs(path: Path, limits: Limits | None) -> Tensor:
+    """The inputs alone: the array named images, x, X or data, or the only one there is."""
+    arrays = _arrays(path)
+    found = [arrays[name] for name, _ in PAIRS if name in arrays] or list(arrays.values())[: len(arrays) == 1]
+    if not found:
+        raise PrivacyError(f"{path} holds {some(list(arrays))}: name the array of inputs images or x")
+    return _inputs(found[0], str(path), limits)
+
+
+def _arrays(path: Path) -> dict[str, NDArray[np.generic]]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except (OSError, ValueError, BadZipFile) as problem:
+        raise PrivacyError(f"{path} is not a readable .npz file of plain arrays ({problem})") from problem
 
 
 def _pair(arrays: Mapping[str, NDArray[np.generic]], part: str) -> Arrays | None:
@@ -166,7 +179,7 @@ def read_image_folders(parts: dict[str, dict[str, list[Path]]], names: tuple[str
 def _read_files(classes: dict[str, list[Path]], names: tuple[str, ...], size: int, grey: bool) -> Records:
     return joined(
         Records(
-            torch.stack([_image(file, size, grey) for file in files]),
+            torch.stack([read_image(file, size, grey) for file in files]),
             numbered([label] * len(files), names, [str(file.parent) for file in files]),
             [mark(label.encode(), file.read_bytes()) for file in files],
         )
@@ -175,7 +188,8 @@ def _read_files(classes: dict[str, list[Path]], names: tuple[str, ...], size: in
     )
 
 
-def _image(file: Path, size: int, grey: bool) -> Tensor:
+def read_image(file: Path, size: int, grey: bool) -> Tensor:
+    """An image file, brought to this size."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:

@@ -158,11 +158,17 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def read_tabular(table: Table, target: str, schema: Schema, names: tuple[str, ...], indicators: bool) -> Read:
-    """Features of all columns in the schema but the target, in its order."""
+def declared_columns(schema: Schema, target: str) -> dict[str, Range | tuple[str, ...]]:
+    """What the schema says of each column but the target."""
     columns = {name: _column(values, f"schema, {name!r}") for name, values in schema.items() if name != target}
     if not columns:
         raise PrivacyError(f"the schema declares no column but the target {target!r}: add those to learn from")
+    return columns
+
+
+def read_tabular(table: Table, target: str, schema: Schema, names: tuple[str, ...], indicators: bool) -> Read:
+    """Features of all columns in the schema but the target, in its order."""
+    columns = declared_columns(schema, target)
     labels = table.column(target, "the target")
     x, mean, std = encode(table, columns, indicators)
     unused = [name for name in table.header if name not in schema and name != target]
