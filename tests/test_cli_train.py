@@ -129,6 +129,7 @@ def test_ctrl_c_and_the_same_command_again(monkeypatch: pytest.MonkeyPatch) -> N
         (("train", "people.csv", "--target", "ill", "--schema", "schema.json", "--model", "lstm", *QUICK), "lstm"),
         (("train", "people.csv", "--target", "ill", "--schema", "schema.json", *QUICK, "--batch-size", 2), "size 2"),
         (("train", "people.csv", "--target", "ill", "--schema", "schema.json", *QUICK, "--range", "1"), "--range 1"),
+        (("train", "people.csv", "--target", "ill", "--classes", 10**12, *QUICK), "--classes 1000000000000: a number"),
         (("data", "people.csv", "--suggest-schema", "draft.json"), "needs --target"),
         (("data", "people.csv", "other.csv"), "give one source, or write dpkfc data fetch NAME"),
         (("data", "fetch"), "a name of mnist, fashion-mnist"),

@@ -336,8 +336,12 @@ def load_source(source: str, options: dict[str, Any], console: Console) -> Loade
 
 
 def _classes(given: str) -> tuple[str, ...]:
+    from dpkfc.data.images import MOST_CLASSES
+
     names = tuple(name.strip() for name in given.split(","))
-    if len(names) == 1 and names[0].isdigit():
+    if len(names) == 1 and names[0].isdecimal():
+        if int(names[0]) > MOST_CLASSES:
+            raise PrivacyError(f"--classes {given}: a number of classes, at most {MOST_CLASSES}, or their names")
         return tuple(map(str, range(int(names[0]))))
     return names
 

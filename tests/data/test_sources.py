@@ -269,6 +269,12 @@ def test_a_table_that_cannot_be(tmp_path: Path, text: str, options: dict[str, An
         ({"x": np.zeros((3, 4), np.uint8), "y": np.zeros(3, int)}, {"test": 0}, "1 class is not enough"),
         ({"x": np.zeros((3, 4, 5, 2, 2), np.uint8), "y": np.arange(3)}, {}, "give images"),
         ({"x": np.zeros((3, 5, 5, 7), np.uint8), "y": np.arange(3)}, {}, "channels"),
+        ({"x": np.uint8(7), "y": np.arange(3)}, {}, r"inputs of type uint8 and shape \(\): give real numbers"),
+        ({"x": np.zeros((3, 4), np.uint8), "y": np.int64(0)}, {}, "one whole number"),
+        ({"x": np.zeros((3, 4), complex), "y": np.arange(3)}, {"limits": (0, 1)}, "type complex128"),
+        ({"x": np.full((3, 4), "a"), "y": np.arange(3)}, {"limits": (0, 1)}, "type <U1"),
+        ({"x": np.zeros((3, 4), np.uint8), "y": np.array([0, 1, 10**12])}, {}, "a label is 1000000000000: classes"),
+        ({"x": np.zeros((3, 4), np.uint8), "y": np.array([0, 1, 2**63], np.uint64)}, {}, "a label is 922337203"),
     ],
 )
 def test_arrays_that_cannot_be(tmp_path: Path, arrays: dict[str, Any], options: dict[str, Any], message: str) -> None:
@@ -281,11 +287,16 @@ def test_places_that_hold_no_data(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.doc").touch()
     (tmp_path / "b.npz").write_bytes(b"nothing")
+    (tmp_path / "c.npz").touch()
+    np.save(tmp_path / "d.npy", np.zeros(3))
+    (tmp_path / "d.npy").rename(tmp_path / "d.npz")
     for place, message in {
         "nowhere": "there is no",
         "empty": "no data",
         "a.doc": ".doc",
         "b.npz": "not a read",
+        "c.npz": "not a read",
+        "d.npz": "is one array",
     }.items():
         with pytest.raises(PrivacyError, match=message):
             load(tmp_path / place)
