@@ -8,7 +8,7 @@ schema that was declared, words by a fixed hash; and the features of a record de
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -225,11 +225,14 @@ def _records(part: TensorDataset) -> Records:
 def _folder(folder: Path, declared: tuple[str, ...] | None, encoding: Encode, size: int, grey: bool) -> Read:
     if any(folder.glob("*train-images*idx3*")):
         return images.read_idx_folder(folder, declared)
-    parts, are_texts = folders.class_folders(folder)
+    parts, are_texts, remarks = folders.class_folders(folder)
     names = folders.class_list(parts, declared, folder)
-    if are_texts:
-        return texts.read_text_folders(parts, names, encoding())
-    return images.read_image_folders(parts, names, size, grey)
+    read = (
+        texts.read_text_folders(parts, names, encoding())
+        if are_texts
+        else images.read_image_folders(parts, names, size, grey)
+    )
+    return replace(read, remarks=(*read.remarks, *remarks))
 
 
 def _table(
