@@ -73,6 +73,14 @@ def test_a_table_from_draft_to_model() -> None:
     assert config["source"]["schema"] == json.loads(SCHEMA) and config["settings"]["dataset"] == "people"
 
 
+def test_categories_that_match_nothing_are_shown() -> None:
+    Path("schema.json").write_text('{"age": [0, 50], "sex": ["F", "M"], "ill": ["no", "yes"]}')
+    seen = run("data", "people.csv", "--target", "ill", "--schema", "schema.json")
+    lines = [line.strip("│| ").replace("│", " ").split() for line in seen.stdout.splitlines()]
+    assert ["age", "0", "0", "9"] in lines and ["sex", "60", "0", "0"] in lines
+    assert "sex: no cell is a category of the schema" in seen.stdout and "for your eyes only" in seen.stdout
+
+
 def test_text_from_a_column() -> None:
     options = ("--text", "said", "--target", "ill", "--classes", "no,yes", "--text-features", 32)
     done = run("train", "people.csv", *options, *QUICK)

@@ -219,6 +219,8 @@ def data(
         return _columns(Path(source), console)
     options = options_of(target, text, schema, classes, test, limits, size, grey, text_features, indicators, data_dir)
     _describe(source, load_source(source, options, console), console)
+    if is_table and text is None and target is not None:
+        _show_misfits(Path(source), target, options["schema"], console)
 
 
 def doctor() -> None:
@@ -398,3 +400,22 @@ def _describe(source: str, loaded: Loaded, console: Console) -> None:
     shown = ", ".join(f"{name} {count:,}" for name, count in zip(loaded.names, counts, strict=True))
     table.add_row("not private", Text(f"records of each class to train on, for your eyes only: {shown}"))
     console.print(table)
+
+
+def _show_misfits(source: Path, target: str, schema: dict[str, Any], console: Console) -> None:
+    from dpkfc.data.tables import declared_columns, misfits, read_table
+
+    found = misfits(read_table(source), declared_columns(schema, target))
+    title = "Cells that the schema does not fit (not private: for your eyes only)"
+    table = Table("column", title=title, title_justify="left", pad_edge=False)
+    for heading in ("unknown category", "missing", "outside the range"):
+        table.add_column(heading, justify="right")
+    for one in found:
+        table.add_row(Text(one.name), *(f"{count:,}" for count in (one.unknown, one.missing, one.clamped)))
+    console.print(table)
+    for one in found:
+        if one.unknown and one.unknown + one.missing == one.cells:
+            said = (
+                f"{one.name}: no cell is a category of the schema, so nothing is learned from it: compare the spelling"
+            )
+            console.print(Text(said, style="bold yellow"), soft_wrap=True)

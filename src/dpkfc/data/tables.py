@@ -5,7 +5,7 @@
 Two numbers are a range, anything else is a list of categories; the entry of the target is the list of classes. A
 number is mapped from its range to [-1, 1], a category to one 0 or 1 for each that is declared. Values outside the range
 are clamped to it, an unknown category is all zeros, a missing number is the middle of the range. So the features of a
-record depend on that record and on the schema, never on other records.
+record depend on that record and on the schema, never on other records. `misfits` counts such cells.
 """
 
 from __future__ import annotations
@@ -199,13 +199,47 @@ def encode(table: Table, columns: Mapping[str, Range | tuple[str, ...]], indicat
                 parts.append(missing[:, None].astype(float))
                 expected.append((0.1, 0.3))
         else:
-            place = {value: number for number, value in enumerate(declared)}
-            chosen = np.array([place.get(cell, -1) for cell in cells])
+            chosen = _chosen(cells, declared)
             parts.append((chosen[:, None] == np.arange(len(declared))).astype(float))
             part = 1 / (len(declared) + 1)  # all alike, and as often none of them
             expected += [(part, math.sqrt(part * (1 - part)))] * len(declared)
     mean, std = torch.tensor(expected, dtype=torch.float32).unbind(1)
     return torch.from_numpy(np.concatenate(parts, axis=1).astype(np.float32)), mean.clone(), std.clone()
+
+
+def _chosen(cells: Sequence[str], declared: tuple[str, ...]) -> np.ndarray:
+    """The place of each cell's category, -1 if it is unknown. Of numbers the value counts: 1.0 is the category 1."""
+    place = {value: number for number, value in enumerate(declared)}
+    values = [_number(value) for value in declared]
+    by_value = {v: number for number, v in enumerate(values) if v is not None and values.count(v) == 1}
+    return np.array([place.get(cell, by_value.get(_number(cell), -1)) for cell in cells])  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Misfits:
+    """How many cells of a column its declaration does not fit. NOT private."""
+
+    name: str
+    cells: int
+    unknown: int  # categories
+    missing: int
+    clamped: int  # numbers outside the range
+
+
+def misfits(table: Table, columns: Mapping[str, Range | tuple[str, ...]]) -> list[Misfits]:
+    """What `encode` passes over in silence, for the eyes of whoever may see the records."""
+    found = []
+    for name, declared in columns.items():
+        cells = table.column(name, "in the schema")
+        if isinstance(declared, Range):
+            values = _numbers(cells, table.lines, name)
+            clamped = int(((values < declared.low) | (values > declared.high)).sum())
+            found.append(Misfits(name, len(cells), 0, int(np.isnan(values).sum()), clamped))
+        else:
+            others = [cell for cell, place in zip(cells, _chosen(cells, declared), strict=True) if place < 0]
+            missing = sum(cell.lower() in MISSING for cell in others)
+            found.append(Misfits(name, len(cells), len(others) - missing, missing, 0))
+    return found
 
 
 def _numbers(cells: Sequence[str], lines: Sequence[str], name: str) -> np.ndarray:
