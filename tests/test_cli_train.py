@@ -87,6 +87,14 @@ def test_text_from_a_column() -> None:
     assert done.exit_code == 0 and "linear, 66 parameters" in done.stdout
 
 
+@pytest.mark.filterwarnings("default")
+def test_a_large_delta_is_said_once_in_one_line() -> None:
+    options = ("--target", "ill", "--schema", "schema.json", *QUICK, "--delta", 0.2)
+    done = run("train", "people.csv", *options)
+    assert done.exit_code == 0 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("dpkfc: delta=0.2") and ".py" not in done.stderr
+
+
 def test_a_folder_of_images() -> None:
     pytest.importorskip("PIL")
     images(Path("photos"))

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from dpkfc import cli_predict
 from dpkfc.errors import PrivacyError
+from dpkfc.report.plain_warnings import plainly_warned
 
 if TYPE_CHECKING:
     from dpkfc.data.sources import Loaded
@@ -78,7 +79,7 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 def register(app: typer.Typer) -> None:
     """Add the commands of this module, and after them `dpkfc predict`."""
     for command in (train, data, doctor):
-        app.command()(command)
+        app.command()(plainly_warned(command))
     cli_predict.register(app)
 
 
