@@ -46,7 +46,7 @@ def test_missing_numbers_may_be_told_apart(tmp_path: Path) -> None:
     assert found.train.tensors[0][:, 1].tolist() == [0, 0, 1, 0, 0]
 
 
-@pytest.mark.parametrize("separator", [";", "\t"])
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
 def test_other_separators(tmp_path: Path, separator: str) -> None:
     path = table(tmp_path, PEOPLE.replace(",", separator), "people.tsv")
     assert len(load(path, target="ill", schema=SCHEMA, test=0).train) == 5

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import pytest
+
+from dpkfc import PrivacyError
 from dpkfc.data.sources import load
-from dpkfc.data.tables import Misfits, declared_columns, misfits, read_table
+from dpkfc.data.tables import Misfits, declared_columns, misfits, read_schema, read_table, suggest_schema
 
 SCHEMA = {"age": [0, 100], "sex": ["F", "M"], "stage": [1, 2, 3], "ill": ["no", "yes"]}
 PEOPLE = "age,sex,stage,ill\n50,f,1.0,no\n150,m,2,yes\n,NA,03,no\n-7,,4,yes\n0,x,?,no\n"
@@ -31,3 +35,16 @@ def test_what_the_schema_does_not_fit_is_counted(tmp_path: Path) -> None:
         Misfits("sex", 5, unknown=3, missing=2, clamped=0),
         Misfits("stage", 5, unknown=1, missing=1, clamped=0),
     ]
+
+
+def test_a_schema_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA), encoding="utf-8-sig")
+    assert read_schema(tmp_path / "schema.json") == SCHEMA
+
+
+def test_a_target_of_many_numbers_is_no_class(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("age,price\n" + "".join(f"{n},{n / 7}\n" for n in range(60)))
+    with pytest.raises(PrivacyError, match="'price' has 60 different numbers. That looks like regression"):
+        suggest_schema(tmp_path / "a.csv", "price")
+    (tmp_path / "b.csv").write_text("age,kind\n" + "".join(f"{n},{n % 60}\n" for n in range(900)))
+    assert suggest_schema(tmp_path / "b.csv", "kind")[0]["kind"] == [str(n) for n in range(60)]

@@ -29,6 +29,7 @@ from dpkfc.geometry.probes.tabular import Tabular
 
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
 MANY = 50  # distinct words in a column, above which a suggested schema leaves it out
+SEPARATORS = ",;\t|"
 Schema = Mapping[str, Any]
 
 
@@ -71,7 +72,7 @@ def _csv(path: Path) -> Table:
         try:
             first = file.readline()
             file.seek(0)
-            reader = csv.reader(file, delimiter=max(",;\t", key=first.count))
+            reader = csv.reader(file, delimiter=max(SEPARATORS, key=first.count))
             header = [name.strip() for name in next(reader, [])]
             rows, lines = [], []
             for row in reader:
@@ -117,7 +118,7 @@ def _as_text(value: Any) -> str:
 def read_schema(path: Path) -> Schema:
     """The JSON document, as it is written."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as problem:
         raise PrivacyError(f"the schema {path} cannot be read ({problem.strerror}): check the path") from problem
     except ValueError as problem:
@@ -281,6 +282,12 @@ def suggest_schema(path: Path, target: str, text: str | None = None) -> tuple[di
         values = sorted(set(cells))
         numbers = [number for cell in cells if (number := _number(cell)) is not None and math.isfinite(number)]
         if name == target:
+            whole = len(numbers) == len(cells) and all(number.is_integer() for number in numbers)
+            if len(numbers) == len(cells) and len(values) > (max(MANY, len(cells) / 10) if whole else MANY):
+                raise PrivacyError(
+                    f"{path}: the target {target!r} has {len(values)} different numbers. That looks like regression, "
+                    "and dpkfc train learns classes: make a column of a few classes from it, as low,high"
+                )
             found[name] = sorted(values, key=_by_number)
         elif text is not None or len(values) < 2 or (len(numbers) == len(cells) and min(numbers) == max(numbers)):
             left_out.append(name)
