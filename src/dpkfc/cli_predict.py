@@ -37,9 +37,9 @@ def predict(
     """Predict the class of new records, and how probable it is by the model.
 
     The schema, the columns and all else about how to read them come from the run's config.json. There is a row for
-    each record: its file or row, the class, and the probability. Predictions are post-processing: they cost no budget,
-    however many are made. But how many of the records that were trained on are predicted rightly is not covered by
-    epsilon: do not publish that.
+    each record: its file or row, the class, and the probability, of which noise in the weights makes the model too
+    sure. Predictions are post-processing: they cost no budget, however many are made. But how many of the records that
+    were trained on are predicted rightly is not covered by epsilon: do not publish that.
 
     [bold]Examples[/bold]
 
