@@ -73,10 +73,26 @@ def test_a_table_from_draft_to_model() -> None:
     assert config["source"]["schema"] == json.loads(SCHEMA) and config["settings"]["dataset"] == "people"
 
 
+def test_categories_that_match_nothing_are_shown() -> None:
+    Path("schema.json").write_text('{"age": [0, 50], "sex": ["F", "M"], "ill": ["no", "yes"]}')
+    seen = run("data", "people.csv", "--target", "ill", "--schema", "schema.json")
+    lines = [line.strip("│| ").replace("│", " ").split() for line in seen.stdout.splitlines()]
+    assert ["age", "0", "0", "9"] in lines and ["sex", "60", "0", "0"] in lines
+    assert "sex: no cell is a category of the schema" in seen.stdout and "for your eyes only" in seen.stdout
+
+
 def test_text_from_a_column() -> None:
     options = ("--text", "said", "--target", "ill", "--classes", "no,yes", "--text-features", 32)
     done = run("train", "people.csv", *options, *QUICK)
     assert done.exit_code == 0 and "linear, 66 parameters" in done.stdout
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_large_delta_is_said_once_in_one_line() -> None:
+    options = ("--target", "ill", "--schema", "schema.json", *QUICK, "--delta", 0.2)
+    done = run("train", "people.csv", *options)
+    assert done.exit_code == 0 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("dpkfc: delta=0.2") and ".py" not in done.stderr
 
 
 def test_a_folder_of_images() -> None:
@@ -151,6 +167,7 @@ def test_ctrl_c_after_the_last_step_loses_nothing(monkeypatch: pytest.MonkeyPatc
         (("train", "people.csv", "--target", "ill", "--schema", "schema.json", "--model", "lstm", *QUICK), "lstm"),
         (("train", "people.csv", "--target", "ill", "--schema", "schema.json", *QUICK, "--batch-size", 2), "size 2"),
         (("train", "people.csv", "--target", "ill", "--schema", "schema.json", *QUICK, "--range", "1"), "--range 1"),
+        (("train", "people.csv", "--target", "ill", "--classes", 10**12, *QUICK), "--classes 1000000000000: a number"),
         (("data", "people.csv", "--suggest-schema", "draft.json"), "needs --target"),
         (("data", "people.csv", "other.csv"), "give one source, or write dpkfc data fetch NAME"),
         (("data", "fetch"), "a name of mnist, fashion-mnist"),

@@ -11,7 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dpkfc import cli_predict
 from dpkfc.errors import PrivacyError
+from dpkfc.report.plain_warnings import plainly_warned
 
 if TYPE_CHECKING:
     from dpkfc.data.sources import Loaded
@@ -75,9 +77,10 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
+    """Add the commands of this module, and after them `dpkfc predict`."""
     for command in (train, data, doctor):
-        app.command()(command)
+        app.command()(plainly_warned(command))
+    cli_predict.register(app)
 
 
 def train(
@@ -225,6 +228,8 @@ def data(
         return _columns(Path(source), console)
     options = options_of(target, text, schema, classes, test, limits, size, grey, text_features, indicators, data_dir)
     _describe(source, load_source(source, options, console), console)
+    if is_table and text is None and target is not None:
+        _show_misfits(Path(source), target, options["schema"], console)
 
 
 def doctor() -> None:
@@ -342,8 +347,12 @@ def load_source(source: str, options: dict[str, Any], console: Console) -> Loade
 
 
 def _classes(given: str) -> tuple[str, ...]:
+    from dpkfc.data.images import MOST_CLASSES
+
     names = tuple(name.strip() for name in given.split(","))
-    if len(names) == 1 and names[0].isdigit():
+    if len(names) == 1 and names[0].isdecimal():
+        if int(names[0]) > MOST_CLASSES:
+            raise PrivacyError(f"--classes {given}: a number of classes, at most {MOST_CLASSES}, or their names")
         return tuple(map(str, range(int(names[0]))))
     return names
 
@@ -402,3 +411,22 @@ def _describe(source: str, loaded: Loaded, console: Console) -> None:
     shown = ", ".join(f"{name} {count:,}" for name, count in zip(loaded.names, counts, strict=True))
     table.add_row("not private", Text(f"records of each class to train on, for your eyes only: {shown}"))
     console.print(table)
+
+
+def _show_misfits(source: Path, target: str, schema: dict[str, Any], console: Console) -> None:
+    from dpkfc.data.tables import declared_columns, misfits, read_table
+
+    found = misfits(read_table(source), declared_columns(schema, target))
+    title = "Cells that the schema does not fit (not private: for your eyes only)"
+    table = Table("column", title=title, title_justify="left", pad_edge=False)
+    for heading in ("unknown category", "missing", "outside the range"):
+        table.add_column(heading, justify="right")
+    for one in found:
+        table.add_row(Text(one.name), *(f"{count:,}" for count in (one.unknown, one.missing, one.clamped)))
+    console.print(table)
+    for one in found:
+        if one.unknown and one.unknown + one.missing == one.cells:
+            said = (
+                f"{one.name}: no cell is a category of the schema, so nothing is learned from it: compare the spelling"
+            )
+            console.print(Text(said, style="bold yellow"), soft_wrap=True)

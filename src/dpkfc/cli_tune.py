@@ -12,6 +12,7 @@ from rich.console import Console
 
 from dpkfc import cli_train as options
 from dpkfc.errors import PrivacyError
+from dpkfc.report.plain_warnings import plainly_warned
 
 if TYPE_CHECKING:
     from dpkfc.tuning_runs import Spread
@@ -21,7 +22,7 @@ RHO = "0.5,8"
 
 def register(app: typer.Typer) -> None:
     """Add the command of this module."""
-    app.command()(tune)
+    app.command()(plainly_warned(tune))
 
 
 def tune(

@@ -10,6 +10,10 @@ by the *length of the noise in the weights of one unit*, the row of a weight mat
 Over 14 sweeps of DP-KFC (three data sets, four models, epsilon .5 to 3, 54 to 1,075 steps, independent and correlated
 noise) the best η differ by a factor of 58 and the best ρ by 4: they lie between 1 and 4.1. ρ = 2 costs .1 points in the
 median and 2.3 at worst (`docs/recipe.md`).
+
+Noise in the weights is felt in the outputs, as ``η · rmse · ‖x‖``: ρ times the root mean square of a unit's inputs. So
+the rule supposes that this is about 1, as with standardised features. Rows of another length L, such as texts of length
+1, want to be multiplied by √features / L; the hashed words of `dpkfc train` are.
 """
 
 from __future__ import annotations

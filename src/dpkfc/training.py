@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_model, save_model
-from torch import Tensor, nn
+from safetensors.torch import save_model
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
@@ -39,6 +39,8 @@ from dpkfc.geometry.kfc import KFC
 from dpkfc.models.default import Built, build, default_model
 from dpkfc.noise.independent import Independent
 from dpkfc.plan import Plan
+from dpkfc.prediction import predict as predict
+from dpkfc.prediction import restore as restore
 from dpkfc.presets import EPOCHS, STEPS, Recipe, recipe
 from dpkfc.private import make_private
 from dpkfc.report.progress import bar
@@ -94,7 +96,7 @@ def fit(
 
     Args:
         loaded: from `dpkfc.data.sources.load`.
-        source: how the data was loaded, for config.json.
+        source: how the data was loaded, for config.json; by default as `loaded` says.
         on_step: called after every step with the number of steps taken.
 
     The same call goes on where the last one stopped, bit for bit as if it had not.
@@ -109,7 +111,7 @@ def fit(
         config = {
             "settings": {**asdict(settings), "model": name},
             "code": built.code,
-            "source": dict(source or {}),
+            "source": dict(source or loaded.source),
             "shape": list(loaded.shape),
             "classes": list(loaded.names),
         }
@@ -454,22 +456,3 @@ def correct(model: nn.Module, data: TensorDataset, device: str, batch: int) -> i
 def finish(run_directory: Path, console: Console | None = None) -> None:
     """Write the report of a finished run, and show what it came to."""
     (console or Console()).print(result_table(run_directory, write_report(run_directory)))
-
-
-def restore(run_directory: Path, loaded: Loaded) -> nn.Module:
-    """The trained model of a finished run; it reads inputs as `loaded` has them."""
-    settings = json.loads((run_directory / "config.json").read_text())["settings"]
-    built = build(settings["model"], loaded.kind, loaded.shape, loaded.classes, loaded.probe)
-    load_model(built.model, str(run_directory / "model.safetensors"))
-    return Restored(built).eval()
-
-
-class Restored(nn.Module):
-    """The features of inputs, and the model on top of them."""
-
-    def __init__(self, built: Built) -> None:
-        super().__init__()
-        self.features, self.model = built.features, built.model
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x if self.features is None else self.features(x))  # type: ignore[no-any-return]

@@ -19,6 +19,7 @@ from dpkfc.data.records import Records, mark, split
 from dpkfc.data.sources import load
 from dpkfc.data.tables import suggest_schema
 from dpkfc.data.texts import hashed
+from dpkfc.geometry.probes.tabular import Tabular
 
 SCHEMA: dict[str, Any] = {"age": [0, 100], "sex": ["f", "m"], "ill": ["no", "yes"]}
 PEOPLE = "id,age,sex,ill\n1,50,f,no\n2,150,m,yes\n3,,x,no\n4,-7,,yes\n5,25,f,no\n"
@@ -45,7 +46,7 @@ def test_missing_numbers_may_be_told_apart(tmp_path: Path) -> None:
     assert found.train.tensors[0][:, 1].tolist() == [0, 0, 1, 0, 0]
 
 
-@pytest.mark.parametrize("separator", [";", "\t"])
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
 def test_other_separators(tmp_path: Path, separator: str) -> None:
     path = table(tmp_path, PEOPLE.replace(",", separator), "people.tsv")
     assert len(load(path, target="ill", schema=SCHEMA, test=0).train) == 5
@@ -79,7 +80,8 @@ def test_text_of_a_column(tmp_path: Path) -> None:
     found = load(path, target="ill", text="said", classes=("no", "yes"), test=0, features=64)
     x, y = found.train.tensors
     assert found.kind == "text" and x.shape == (3, 64) and y.tolist() == [0, 1, 0]
-    assert torch.allclose(x.norm(dim=1), torch.tensor([1.0, 1.0, 0.0]))
+    assert torch.allclose(x.norm(dim=1), torch.tensor([8.0, 8.0, 0.0]))  # √64: the mean square of a feature is 1
+    assert isinstance(found.probe, Tabular) and found.probe.std == 1.0
 
 
 def test_hashed_words_know_nothing_of_other_texts_and_use_both_signs() -> None:
@@ -267,6 +269,12 @@ def test_a_table_that_cannot_be(tmp_path: Path, text: str, options: dict[str, An
         ({"x": np.zeros((3, 4), np.uint8), "y": np.zeros(3, int)}, {"test": 0}, "1 class is not enough"),
         ({"x": np.zeros((3, 4, 5, 2, 2), np.uint8), "y": np.arange(3)}, {}, "give images"),
         ({"x": np.zeros((3, 5, 5, 7), np.uint8), "y": np.arange(3)}, {}, "channels"),
+        ({"x": np.uint8(7), "y": np.arange(3)}, {}, r"inputs of type uint8 and shape \(\): give real numbers"),
+        ({"x": np.zeros((3, 4), np.uint8), "y": np.int64(0)}, {}, "one whole number"),
+        ({"x": np.zeros((3, 4), complex), "y": np.arange(3)}, {"limits": (0, 1)}, "type complex128"),
+        ({"x": np.full((3, 4), "a"), "y": np.arange(3)}, {"limits": (0, 1)}, "type <U1"),
+        ({"x": np.zeros((3, 4), np.uint8), "y": np.array([0, 1, 10**12])}, {}, "a label is 1000000000000: classes"),
+        ({"x": np.zeros((3, 4), np.uint8), "y": np.array([0, 1, 2**63], np.uint64)}, {}, "a label is 922337203"),
     ],
 )
 def test_arrays_that_cannot_be(tmp_path: Path, arrays: dict[str, Any], options: dict[str, Any], message: str) -> None:
@@ -279,11 +287,16 @@ def test_places_that_hold_no_data(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.doc").touch()
     (tmp_path / "b.npz").write_bytes(b"nothing")
+    (tmp_path / "c.npz").touch()
+    np.save(tmp_path / "d.npy", np.zeros(3))
+    (tmp_path / "d.npy").rename(tmp_path / "d.npz")
     for place, message in {
         "nowhere": "there is no",
         "empty": "no data",
         "a.doc": ".doc",
         "b.npz": "not a read",
+        "c.npz": "not a read",
+        "d.npz": "is one array",
     }.items():
         with pytest.raises(PrivacyError, match=message):
             load(tmp_path / place)

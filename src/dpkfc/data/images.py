@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 import torch
+from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,6 +21,8 @@ from dpkfc.geometry.probes.pink import PinkNoise
 from dpkfc.geometry.probes.tabular import Tabular
 
 CHANNELS = (1, 3, 4)
+NUMBERS = "buif"  # kinds of arrays: truth values, whole numbers with and without a sign, floating point
+MOST_CLASSES = 100_000  # that have numbers for names
 SIZE = 32
 PAIRS = (("images", "labels"), ("x", "y"), ("X", "y"), ("data", "target"))
 Arrays = tuple[NDArray[np.generic], NDArray[np.generic]]
@@ -33,11 +37,7 @@ def image_probe(shape: tuple[int, ...], classes: int) -> PinkNoise:
 
 def read_npz(path: Path, declared: tuple[str, ...] | None, limits: Limits | None) -> Read:
     """Arrays named images and labels, or x and y; with train_ and test_ before them, or _train and _test behind."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, BadZipFile) as problem:
-        raise PrivacyError(f"{path} is not a readable .npz file of plain arrays ({problem})") from problem
+    arrays = _arrays(path)
     train, test = _pair(arrays, "train") or _pair(arrays, ""), _pair(arrays, "test")
     if train is None:
         raise PrivacyError(
@@ -46,6 +46,29 @@ def read_npz(path: Path, declared: tuple[str, ...] | None, limits: Limits | None
         )
     remarks = [f"{path.name}: the validation part is not used"] if _pair(arrays, "val") else []
     return read_arrays(train, test, str(path), declared, limits, remarks)
+
+
+def read_npz_inputs(path: Path, limits: Limits | None) -> Tensor:
+    """The inputs alone: the array named images, x, X or data, or the only one there is."""
+    arrays = _arrays(path)
+    found = [arrays[name] for name, _ in PAIRS if name in arrays] or list(arrays.values())[: len(arrays) == 1]
+    if not found:
+        raise PrivacyError(f"{path} holds {some(list(arrays))}: name the array of inputs images or x")
+    _check_numbers(found[0], str(path))
+    return _inputs(found[0], str(path), limits)
+
+
+def _arrays(path: Path) -> dict[str, NDArray[np.generic]]:
+    try:
+        file = np.load(path, allow_pickle=False)
+        if not isinstance(file, NpzFile):
+            raise PrivacyError(
+                f"{path} is one array, an .npy file by its content: save inputs and labels with np.savez"
+            )
+        with file:
+            return {name: file[name] for name in file.files}
+    except (OSError, EOFError, ValueError, BadZipFile, zlib.error) as problem:
+        raise PrivacyError(f"{path} is not a readable .npz file of plain arrays ({problem})") from problem
 
 
 def _pair(arrays: Mapping[str, NDArray[np.generic]], part: str) -> Arrays | None:
@@ -89,9 +112,16 @@ def read_arrays(
 ) -> Read:
     """Images [N, H, W], [N, H, W, C] or [N, C, H, W], or flat features [N, F]; labels 0, 1, 2, ..."""
     given = [part for part in (train, test) if part is not None]
+    for x, _ in given:
+        _check_numbers(x, where)
     labels = [_labels(y, len(x), where) for x, y in given]
     if declared is None:
         classes = 1 + max(int(part.max(initial=0)) for part in labels)
+        if classes > MOST_CLASSES:
+            raise PrivacyError(
+                f"{where}: a label is {classes - 1}: classes are numbered 0, 1, 2, ... without gaps: renumber them, or "
+                "declare them with --classes"
+            )
         names = tuple(map(str, range(classes)))
         remarks = [*remarks, f"{classes} classes: read off the largest label, and taken as public; --classes declares"]
     else:
@@ -123,9 +153,17 @@ def _labels(y: NDArray[np.generic], records: int, where: str) -> NDArray[np.int6
         )
     if len(y) != records:
         raise PrivacyError(f"{where}: {records} inputs, but {len(y)} labels")
-    if len(y) and int(y.min()) < 0:
-        raise PrivacyError(f"{where}: a label is {y.min()}: classes are numbered 0, 1, 2, ...")
+    for label in (int(y.min(initial=0)), int(y.max(initial=0))):
+        if not 0 <= label < 2**63:
+            raise PrivacyError(f"{where}: a label is {label}: classes are numbered 0, 1, 2, ...")
     return y.astype(np.int64)
+
+
+def _check_numbers(x: NDArray[np.generic], where: str) -> None:
+    if x.dtype.kind not in NUMBERS or not x.ndim:
+        raise PrivacyError(
+            f"{where}: inputs of type {x.dtype} and shape {x.shape}: give real numbers, one row or image a record"
+        )
 
 
 def _inputs(x: NDArray[np.generic], where: str, limits: Limits | None) -> Tensor:
@@ -166,7 +204,7 @@ def read_image_folders(parts: dict[str, dict[str, list[Path]]], names: tuple[str
 def _read_files(classes: dict[str, list[Path]], names: tuple[str, ...], size: int, grey: bool) -> Records:
     return joined(
         Records(
-            torch.stack([_image(file, size, grey) for file in files]),
+            torch.stack([read_image(file, size, grey) for file in files]),
             numbered([label] * len(files), names, [str(file.parent) for file in files]),
             [mark(label.encode(), file.read_bytes()) for file in files],
         )
@@ -175,7 +213,8 @@ def _read_files(classes: dict[str, list[Path]], names: tuple[str, ...], size: in
     )
 
 
-def _image(file: Path, size: int, grey: bool) -> Tensor:
+def read_image(file: Path, size: int, grey: bool) -> Tensor:
+    """An image file, brought to this size."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:

@@ -7,10 +7,11 @@ schema that was declared, words by a fixed hash; and the features of a record de
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import TensorDataset
@@ -57,6 +58,7 @@ class Loaded:
     names: tuple[str, ...]  # of the classes
     remarks: tuple[str, ...]
     probe: Probe  # what inputs look like, told by no record
+    source: Mapping[str, Any] = field(default_factory=dict)  # how `load` was called, as config.json has it
 
 
 def load(
@@ -133,12 +135,29 @@ def load(
         other = None if elsewhere is None else _agreeing(read(elsewhere), found, elsewhere)
     except (OSError, UnicodeError) as problem:
         raise PrivacyError(f"{source} cannot be read: {problem}") from problem
+    called = {
+        "path": str(source),
+        "target": target,
+        "text": text,
+        "schema": None if schema is None else dict(schema),
+        "classes": None if declared is None else list(declared),
+        "test": str(test),
+        "limits": None if limits is None else list(limits),
+        "size": size,
+        "grey": grey,
+        "features": features,
+        "indicators": indicators,
+        "data_dir": None if data_dir is None else str(data_dir),
+        **({} if tokenizer is None else {"tokenizer": tokenizer}),
+    }
     if other is not None:
-        return _loaded(found, found.train, joined([other.train, other.test]), f"test records are those of {elsewhere}")
-    if found.test is not None:
-        return _loaded(found, found.train, found.test, "the source has a test part of its own")
-    remark = f"a share of {share:g} is kept for the test, chosen by a hash of each record's content"
-    return _loaded(found, *split(found.train, share), remark)
+        parts = (found.train, joined([other.train, other.test]), f"test records are those of {elsewhere}")
+    elif found.test is not None:
+        parts = (found.train, found.test, "the source has a test part of its own")
+    else:
+        remark = f"a share of {share:g} is kept for the test, chosen by a hash of each record's content"
+        parts = (*split(found.train, share), remark)
+    return _loaded(found, called, *parts)
 
 
 def _parse_test(test: float | str | Path) -> tuple[float, str | Path | None]:
@@ -161,7 +180,7 @@ def _agreeing(other: Read, found: Read, where: str | Path) -> Read:
     return other
 
 
-def _loaded(found: Read, train: Records, test: Records | None, remark: str) -> Loaded:
+def _loaded(found: Read, called: Mapping[str, Any], train: Records, test: Records | None, remark: str) -> Loaded:
     if test is not None and not len(test):
         test = None
     if not len(train):
@@ -183,6 +202,7 @@ def _loaded(found: Read, train: Records, test: Records | None, remark: str) -> L
         found.names,
         (*public, *found.remarks, remark if test is not None else "there is no test part", *large),
         found.probe,
+        called,
     )
 
 
@@ -205,11 +225,14 @@ def _records(part: TensorDataset) -> Records:
 def _folder(folder: Path, declared: tuple[str, ...] | None, encoding: Encode, size: int, grey: bool) -> Read:
     if any(folder.glob("*train-images*idx3*")):
         return images.read_idx_folder(folder, declared)
-    parts, are_texts = folders.class_folders(folder)
+    parts, are_texts, remarks = folders.class_folders(folder)
     names = folders.class_list(parts, declared, folder)
-    if are_texts:
-        return texts.read_text_folders(parts, names, encoding())
-    return images.read_image_folders(parts, names, size, grey)
+    read = (
+        texts.read_text_folders(parts, names, encoding())
+        if are_texts
+        else images.read_image_folders(parts, names, size, grey)
+    )
+    return replace(read, remarks=(*read.remarks, *remarks))
 
 
 def _table(

@@ -5,7 +5,7 @@
 Two numbers are a range, anything else is a list of categories; the entry of the target is the list of classes. A
 number is mapped from its range to [-1, 1], a category to one 0 or 1 for each that is declared. Values outside the range
 are clamped to it, an unknown category is all zeros, a missing number is the middle of the range. So the features of a
-record depend on that record and on the schema, never on other records.
+record depend on that record and on the schema, never on other records. `misfits` counts such cells.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from dpkfc.geometry.probes.tabular import Tabular
 
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
 MANY = 50  # distinct words in a column, above which a suggested schema leaves it out
+SEPARATORS = ",;\t|"
 Schema = Mapping[str, Any]
 
 
@@ -71,7 +72,7 @@ def _csv(path: Path) -> Table:
         try:
             first = file.readline()
             file.seek(0)
-            reader = csv.reader(file, delimiter=max(",;\t", key=first.count))
+            reader = csv.reader(file, delimiter=max(SEPARATORS, key=first.count))
             header = [name.strip() for name in next(reader, [])]
             rows, lines = [], []
             for row in reader:
@@ -117,7 +118,7 @@ def _as_text(value: Any) -> str:
 def read_schema(path: Path) -> Schema:
     """The JSON document, as it is written."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as problem:
         raise PrivacyError(f"the schema {path} cannot be read ({problem.strerror}): check the path") from problem
     except ValueError as problem:
@@ -158,11 +159,17 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def read_tabular(table: Table, target: str, schema: Schema, names: tuple[str, ...], indicators: bool) -> Read:
-    """Features of all columns in the schema but the target, in its order."""
+def declared_columns(schema: Schema, target: str) -> dict[str, Range | tuple[str, ...]]:
+    """What the schema says of each column but the target."""
     columns = {name: _column(values, f"schema, {name!r}") for name, values in schema.items() if name != target}
     if not columns:
         raise PrivacyError(f"the schema declares no column but the target {target!r}: add those to learn from")
+    return columns
+
+
+def read_tabular(table: Table, target: str, schema: Schema, names: tuple[str, ...], indicators: bool) -> Read:
+    """Features of all columns in the schema but the target, in its order."""
+    columns = declared_columns(schema, target)
     labels = table.column(target, "the target")
     x, mean, std = encode(table, columns, indicators)
     unused = [name for name in table.header if name not in schema and name != target]
@@ -193,13 +200,47 @@ def encode(table: Table, columns: Mapping[str, Range | tuple[str, ...]], indicat
                 parts.append(missing[:, None].astype(float))
                 expected.append((0.1, 0.3))
         else:
-            place = {value: number for number, value in enumerate(declared)}
-            chosen = np.array([place.get(cell, -1) for cell in cells])
+            chosen = _chosen(cells, declared)
             parts.append((chosen[:, None] == np.arange(len(declared))).astype(float))
             part = 1 / (len(declared) + 1)  # all alike, and as often none of them
             expected += [(part, math.sqrt(part * (1 - part)))] * len(declared)
     mean, std = torch.tensor(expected, dtype=torch.float32).unbind(1)
     return torch.from_numpy(np.concatenate(parts, axis=1).astype(np.float32)), mean.clone(), std.clone()
+
+
+def _chosen(cells: Sequence[str], declared: tuple[str, ...]) -> np.ndarray:
+    """The place of each cell's category, -1 if it is unknown. Of numbers the value counts: 1.0 is the category 1."""
+    place = {value: number for number, value in enumerate(declared)}
+    values = [_number(value) for value in declared]
+    by_value = {v: number for number, v in enumerate(values) if v is not None and values.count(v) == 1}
+    return np.array([place.get(cell, by_value.get(_number(cell), -1)) for cell in cells])  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Misfits:
+    """How many cells of a column its declaration does not fit. NOT private."""
+
+    name: str
+    cells: int
+    unknown: int  # categories
+    missing: int
+    clamped: int  # numbers outside the range
+
+
+def misfits(table: Table, columns: Mapping[str, Range | tuple[str, ...]]) -> list[Misfits]:
+    """What `encode` passes over in silence, for the eyes of whoever may see the records."""
+    found = []
+    for name, declared in columns.items():
+        cells = table.column(name, "in the schema")
+        if isinstance(declared, Range):
+            values = _numbers(cells, table.lines, name)
+            clamped = int(((values < declared.low) | (values > declared.high)).sum())
+            found.append(Misfits(name, len(cells), 0, int(np.isnan(values).sum()), clamped))
+        else:
+            others = [cell for cell, place in zip(cells, _chosen(cells, declared), strict=True) if place < 0]
+            missing = sum(cell.lower() in MISSING for cell in others)
+            found.append(Misfits(name, len(cells), len(others) - missing, missing, 0))
+    return found
 
 
 def _numbers(cells: Sequence[str], lines: Sequence[str], name: str) -> np.ndarray:
@@ -241,6 +282,12 @@ def suggest_schema(path: Path, target: str, text: str | None = None) -> tuple[di
         values = sorted(set(cells))
         numbers = [number for cell in cells if (number := _number(cell)) is not None and math.isfinite(number)]
         if name == target:
+            whole = len(numbers) == len(cells) and all(number.is_integer() for number in numbers)
+            if len(numbers) == len(cells) and len(values) > (max(MANY, len(cells) / 10) if whole else MANY):
+                raise PrivacyError(
+                    f"{path}: the target {target!r} has {len(values)} different numbers. That looks like regression, "
+                    "and dpkfc train learns classes: make a column of a few classes from it, as low,high"
+                )
             found[name] = sorted(values, key=_by_number)
         elif text is not None or len(values) < 2 or (len(numbers) == len(cells) and min(numbers) == max(numbers)):
             left_out.append(name)

@@ -1,7 +1,9 @@
 """Text as hashed words: no vocabulary, no document frequencies, nothing that is fitted on private records.
 
 Each word adds ±1 to one of `features` counters, which a fixed hash chooses (the hashing trick, Weinberger et al., 2009;
-the sign makes collisions cancel on average). Repeated words count ``1 + ln n``, and every record has length 1.
+the sign makes collisions cancel on average). Repeated words count ``1 + ln n``, and every record has length
+``√features``: the mean square of a feature is 1, as with inputs that were standardised, which is what the recipe's
+noise length supposes. With rows of length 1 steps would be √features times too small, and little would be learned.
 """
 
 from __future__ import annotations
@@ -44,11 +46,11 @@ def words(features: int = FEATURES) -> Encoding:
 
 
 def hashed(texts: Sequence[str], features: int = FEATURES) -> Tensor:
-    """Rows [N, features] of length 1, or 0 for a text without a word.
+    """Rows [N, features] of length √features, or 0 for a text without a word.
 
     >>> rows = hashed(["the cat saw the dog", "The dog saw the cat!", ""], features=64)
     >>> bool((rows[0] == rows[1]).all()), round(float(rows[0].norm()), 5), float(rows[2].norm())
-    (True, 1.0, 0.0)
+    (True, 8.0, 0.0)
     """
     if features < 2:
         raise PrivacyError(f"text features={features}: give at least 2, a few thousand as a rule")
@@ -58,7 +60,7 @@ def hashed(texts: Sequence[str], features: int = FEATURES) -> Tensor:
             place, sign = _place(word, features)
             row[place] += sign * (1 + math.log(count))
         if length := float(np.linalg.norm(row)):
-            row /= length
+            row *= math.sqrt(features) / length
     return torch.from_numpy(rows)
 
 
@@ -76,8 +78,8 @@ def _place(word: str, features: int) -> tuple[int, int]:
 
 
 def text_probe(features: int) -> Probe:
-    """Rows of length about 1 with no direction preferred: a hash leaves nothing to expect of any feature."""
-    return Tabular(features, std=features**-0.5)
+    """Rows of length about √features with no direction preferred: a hash leaves nothing to expect of any feature."""
+    return Tabular(features)
 
 
 def read_text_folders(parts: dict[str, dict[str, list[Path]]], names: tuple[str, ...], encoding: Encoding) -> Read:
