@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_model
+from safetensors.torch import load_model, save_model
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
