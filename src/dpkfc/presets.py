@@ -61,7 +61,7 @@ class Recipe:
         return torch.optim.SGD(trainable(model), lr=self.lr, momentum=self.momentum)
 
     def averaged(self, model: nn.Module) -> AveragedModel:
-        """A copy of the model that follows it; after every step call its `update_parameters(model)`.
+        """A copy of the model that follows it: ``private.after_step(lambda: averaged.update_parameters(model))``.
 
         The plain mean at first, so that the start is forgotten; then the last tenth of the run.
         """
@@ -116,11 +116,11 @@ def recipe(
     >>> recipe = dpkfc.recipe(model, records=len(data), epsilon=3.0, delta=1e-5, epochs=2, batch_size=500)
     >>> optimizer, averaged = recipe.optimizer(model), recipe.averaged(model)
     >>> private = dpkfc.make_private(model, optimizer, data, **recipe.arguments)
+    >>> private.after_step(lambda: averaged.update_parameters(model))
     >>> for x, y in private.loader:
     ...     torch.nn.functional.cross_entropy(model(x), y).backward()
     ...     optimizer.step()
     ...     optimizer.zero_grad()
-    ...     averaged.update_parameters(model)
     >>> private.epsilon() <= 3.0
     True
     """
