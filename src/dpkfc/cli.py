@@ -46,6 +46,8 @@ def dpkfc() -> None:
 
     [cyan]dpkfc train people.csv --target ill --schema schema.json --epsilon 3[/cyan]   train on your own data
 
+    [cyan]dpkfc predict runs/people new.csv[/cyan]   what the trained model says of new records
+
     [cyan]dpkfc tune people.csv --target ill --schema schema.json --epsilon 3[/cyan]    the same, with settings tuned
 
     [cyan]dpkfc plan 60000[/cyan]           what noise a run needs, and which kind disturbs the model least
