@@ -15,6 +15,7 @@ from dpkfc import cli_train, cli_tune
 from dpkfc.accounting.ledger import read
 from dpkfc.errors import PrivacyError
 from dpkfc.report.ledger_table import ledger_tables
+from dpkfc.report.plain_warnings import plainly_warned
 
 
 class Commands(TyperGroup):
@@ -90,6 +91,7 @@ def demo(
 
 
 @app.command()
+@plainly_warned
 def plan(
     records: Annotated[int, typer.Argument(help="Records in the data set.", show_default=False)],
     epsilon: Annotated[float, typer.Option(help="The privacy budget.")] = 1.0,
