@@ -206,7 +206,7 @@ def test_a_schedule_within_a_split_batch_is_refused_with_the_fix() -> None:
     model = network()
     private, optimizer = make(model, max_physical_batch_size=5)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    with pytest.raises(dpkfc.PrivacyError, match=r"if private\.took_step: scheduler\.step"):
+    with pytest.raises(dpkfc.PrivacyError, match=r"private\.after_step\(scheduler\.step\)"):
         train(private, model, optimizer, scheduler.step)
     assert private.steps == 0
 

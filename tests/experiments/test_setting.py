@@ -134,7 +134,9 @@ def test_probes_for_features(monkeypatch: pytest.MonkeyPatch, probe: dict[str, A
     rows = TensorDataset(torch.rand(80, 12, generator=generator), torch.randint(2, (80,), generator=generator))
     monkeypatch.setitem(experiment.DATASETS, "rows", (("no", "yes"), lambda data_dir: (rows, rows)))
     setting = replace(SETTING, dataset="rows", model="linear", geometry={"probe": probe, "probes": 16})
-    assert train(setting, lambda dataset, scaling: (rows, rows)).epsilon == pytest.approx(3.0, abs=0.01)
+    others = TensorDataset(*(tensor.flip(0) for tensor in rows.tensors))
+    found = train(setting, lambda dataset, scaling: (rows, rows) if dataset == "rows" else (others, others))
+    assert found.epsilon == pytest.approx(3.0, abs=0.01)
     narrow = TensorDataset(rows.tensors[0][:, :5], rows.tensors[1])
     if "sparse" not in probe:
         with pytest.raises(ValueError, match=r"\(5,\) are no probes for records of \(12,\)"):
