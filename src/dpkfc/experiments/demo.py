@@ -168,7 +168,7 @@ def run(order: Order) -> None:
                 with file.open("a") as opened:
                     opened.write(json.dumps({"seed": seed, "methods": [asdict(one) for one in done[seed]]}) + "\n")
         found = [done[seed] for seed in seeds]
-        publish(file, markdown(found, DELTA), console, partial(plot, found), order.quick)
+        publish(file, markdown(found, DELTA, file.stem), console, partial(plot, found), order.quick)
     except (OSError, ValueError) as error:
         raise dpkfc.PrivacyError(str(error)) from error
 
@@ -177,14 +177,14 @@ def keep(outcomes: Sequence[Outcome], delta: float, out: Path) -> Path:
     """The table and the picture of one demo, in a folder; the report of both."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        publish(out / "demo.md", markdown([outcomes], delta), Console(quiet=True), partial(plot, [outcomes]))
+        publish(out / "demo.md", markdown([outcomes], delta, "demo"), Console(quiet=True), partial(plot, [outcomes]))
     except OSError as error:
         raise dpkfc.PrivacyError(f"--out {out}: {error}") from error
     return write_report(out)
 
 
-def markdown(seeds: Sequence[Sequence[Outcome]], delta: float) -> str:
-    """A line a method."""
+def markdown(seeds: Sequence[Sequence[Outcome]], delta: float, picture: str) -> str:
+    """A line a method, and its course."""
     lines = []
     for rows in zip(*seeds, strict=True):
         every = ", ".join(f"{100 * row.accuracy:.1f}" for row in rows)
@@ -195,7 +195,9 @@ def markdown(seeds: Sequence[Sequence[Outcome]], delta: float) -> str:
         "standard deviation over the seeds (their number). Each method has the best of five learning rates, chosen on "
         "held-out training records, which is not charged."
     )
-    return f"# The demo over several seeds\n\n{table}\n\n{remark}\n"
+    course = f"![test accuracy along the steps: the mean, and from the least to the most]({picture}.png)"
+    title = "The demo" + (" over several seeds" if len(seeds) > 1 else "")
+    return f"# {title}\n\n{table}\n\n{remark}\n\n{course}\n"
 
 
 def plot(seeds: Sequence[Sequence[Outcome]], file: Path) -> None:
