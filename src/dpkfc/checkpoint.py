@@ -72,13 +72,18 @@ def load(path: str | os.PathLike[str], private: Private, others: dict[str, Any])
             f"checkpoint and call disagree about: {', '.join(sorted(unknown))}. Pass the same keyword "
             "arguments to save and load"
         )
-    private.check_state(state["private"])
+    private.load_state_dict(state["private"])  # first: if the rest does not fit, the steps of its weights are counted
     private.model.load_state_dict(state["model"])
     private.optimizer.load_state_dict(state["optimizer"])
     for name, thing in others.items():
         thing.load_state_dict(state["others"][name])
-    private.load_state_dict(state["private"])  # last: what did not fit leaves the count of steps as it was
     _set_generators(state["generators"])
+
+
+def discard(path: Path) -> None:
+    """Remove the checkpoint, which is a secret, and all that a kill may have left of others in its place."""
+    for place in (path, path.with_name(path.name + ".old"), *path.parent.glob(f".{path.name}.*")):
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def _swap(fresh: Path, path: Path) -> None:

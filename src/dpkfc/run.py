@@ -84,8 +84,8 @@ class Private:
         self._ledger, self._run = ledger, uuid.uuid4().hex
         self._lost_steps = 0  # charged by a run that did not survive to write them into its checkpoint
         self._ledger_open = False
-        self._sums: dict[tuple[Slot, bool], list[Tensor]] = {}  # True: of gradients that are mapped already
-        self._maps: dict[Slot, Map] = {}  # of the batch under way: clipped by a map, released through the same
+        self._sums: dict[Slot, list[Tensor]] = {}  # mapped
+        self._maps: dict[Slot, Map] = {}  # of the batch under way: all its parts are mapped alike
         self._rows = 0
         self._joining = False
         self._chunk: Chunk | None = None
@@ -292,10 +292,11 @@ class Private:
         while forms:
             slot, form = forms.popitem()
             total = (form if whole else form.masked(finite)).weighted_sum(weights * (scale / self.plan.batch_size))
-            place = slot, form.mapped
-            if place in self._sums:
-                total = [before.add_(part) for before, part in zip(self._sums[place], total, strict=True)]
-            self._sums[place] = total
+            if not form.mapped:  # before it meets the sums of other parts: unmapped, a record may be longer than C
+                total = self._map_of(slot).apply(total)
+            if slot in self._sums:
+                total = [before.add_(part) for before, part in zip(self._sums[slot], total, strict=True)]
+            self._sums[slot] = total
         self._tape.recycle()
         self._rows += batch
         self.not_private.samples += batch
@@ -342,13 +343,13 @@ class Private:
             )
         if self._ledger is not None:
             self._ledger.charge(self._run, self.charged + 1)
-        sums, maps, key, step = self._sums, self._maps, self._key, self.charged
+        sums, key, step = self._sums, self._key, self.charged
         self.steps += 1  # charged: from here on it counts, also if what follows fails
         Private.all_steps += 1
         self._key = next_key(key)
         self._forget_batch()
         with exactly(next(self.model.parameters()).device):
-            self._release(sums, maps, sub_key(key, "noise"), step)
+            self._release(sums, sub_key(key, "noise"), step)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.took_step:
@@ -358,13 +359,10 @@ class Private:
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for p, name in self._names.items() if p.requires_grad}
 
-    def _release(
-        self, sums: dict[tuple[Slot, bool], list[Tensor]], maps: dict[Slot, Map], key: bytes, step: int
-    ) -> None:
+    def _release(self, sums: dict[Slot, list[Tensor]], key: bytes, step: int) -> None:
         """``.grad = (Σ clip(U g_i) + w_t) / E[batch]`` for every trainable parameter, used or not; w = C⁻¹ z.
 
-        The sums hold ``Σ w_i g_i / E[batch]``; the map is linear, so U is applied here, once, to what is not mapped
-        already.
+        The sums hold ``Σ U w_i g_i / E[batch]``.
 
         **Why any geometry goes with any noise.** Let x_t be the mapped, clipped sum of step t. Adding or removing a
         record moves x_t by a vector of norm at most C if it was drawn and by 0 if not, in the coordinates of the
@@ -378,8 +376,7 @@ class Private:
         """
         totals: dict[nn.Parameter, Tensor] = {}
         while sums:
-            (slot, mapped), total = sums.popitem()
-            total = total if mapped else maps[slot].apply(total)
+            slot, total = sums.popitem()
             for p, part in zip(slot, total, strict=True):
                 totals[p] = totals[p] + part if p in totals else part
         trainable = self._trainable()

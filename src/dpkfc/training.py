@@ -13,7 +13,6 @@ report.html        all of it to read; `dpkfc report` writes it again
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -30,6 +29,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
+from dpkfc import checkpoint
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.data.records import on_device
 from dpkfc.data.sources import Loaded
@@ -118,7 +118,7 @@ def fit(
         resumed = resumes(out, config)
         if resumed and (out / "result.json").exists():
             console.print("this run is finished; for a new one choose another --out")
-            shutil.rmtree(out / "checkpoint", ignore_errors=True)  # a secret, if the last moment was interrupted
+            checkpoint.discard(out / "checkpoint")  # a secret, if the last moment was interrupted
             return True
         with ledger_of(settings) as ledger:
             run = _start(loaded, built, settings, ledger, console)
@@ -128,7 +128,7 @@ def fit(
             lost = private.charged - private.steps
             done = Trained(run.averaged.module, private.plan, run.recipe, private.epsilon(), private.steps, lost)
             release(loaded, built, settings, done, out, console)
-            shutil.rmtree(out / "checkpoint", ignore_errors=True)
+            checkpoint.discard(out / "checkpoint")
             private.detach()
             return True
 
@@ -151,7 +151,7 @@ def _train(
         return _loop(run, out, console, on_step)
     except PrivacyError:
         if not resumed and not run.private.charged:  # refused by the ledger, say: nothing was spent
-            shutil.rmtree(out / "checkpoint", ignore_errors=True)
+            checkpoint.discard(out / "checkpoint")
             for name in ("config.json", "plan.json", "metrics.jsonl"):
                 (out / name).unlink(missing_ok=True)
         raise

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 import dpkfc
+from dpkfc import checkpoint
 
 RUN: dict[str, Any] = {"noise_multiplier": 1.0, "delta": 1e-3, "steps": 20, "batch_size": 20, "seed": 0}
 
@@ -101,6 +102,28 @@ def test_a_load_that_fails_leaves_the_count_of_steps(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="new"):
         private.load(tmp_path / "early")
     assert (private.charged, private.epsilon()) == (8, spent)
+
+
+def test_a_load_that_fails_counts_the_steps_of_the_weights_that_it_brought(tmp_path: Path) -> None:
+    """`try: load; except: begin anew` is common, and the weights may be there already."""
+    trained = train(begin(), 5)
+    trained.save(tmp_path / "checkpoint")
+    model = nn.Linear(4, 2)
+    groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.2}]
+    fresh = dpkfc.make_private(model, torch.optim.SGD(groups, lr=0.1), records(), **RUN)
+    with pytest.raises(ValueError, match="parameter groups"):
+        fresh.load(tmp_path / "checkpoint")
+    assert torch.equal(model.weight, trained.model.weight) and fresh.epsilon() == trained.epsilon()
+
+
+def test_nothing_of_a_checkpoint_is_left(tmp_path: Path) -> None:
+    """It holds keys; a kill in the middle of a save leaves the folder that was being written."""
+    train(begin(), 1).save(tmp_path / "checkpoint")
+    for left in (".checkpoint.abcd", "checkpoint.old"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "state.json").write_text("{}")
+    checkpoint.discard(tmp_path / "checkpoint")
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- batches without records
@@ -195,13 +218,37 @@ def augmented(rows: list[Any]) -> list[Tensor]:
     return [x + torch.randn_like(x), y]
 
 
+def ordered(rows: list[Any]) -> list[Tensor]:
+    return default_collate(sorted(rows, key=lambda row: float(row[0][0])))  # type: ignore[no-any-return]
+
+
+def one_by_one(rows: list[Any]) -> list[Tensor]:
+    """As much randomness for each record as it asks for."""
+    changed = [(x + (torch.randn(4) if x[0] > 0 else 0), y) for x, y in rows]
+    return default_collate(changed)  # type: ignore[no-any-return]
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sub_(0.5).div_(2.0)
+
+
+def test_a_model_that_changes_its_input_in_place_is_tried_on_a_copy() -> None:
+    data = records()
+    before = data.tensors[0].clone()
+    private = begin(data, nn.Sequential(InPlace(), nn.Linear(4, 2)))
+    assert train(private).steps == 20 and torch.equal(data.tensors[0], before)
+
+
 def test_a_collate_function_that_mixes_records_is_refused() -> None:
     with pytest.raises(dpkfc.PrivacyError, match="collate_fn mixes the records"):
         begin(DataLoader(records(), batch_size=20, collate_fn=mixup))
-    state = torch.get_rng_state()
-    private = begin(DataLoader(records(), batch_size=20, collate_fn=augmented))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert train(private).steps == 20
+    for collate in (augmented, ordered, one_by_one):
+        data, model = DataLoader(records(), batch_size=20, collate_fn=collate), nn.Linear(4, 2)
+        state = torch.get_rng_state()
+        private = begin(data, model)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert train(private).steps == 20
 
 
 # -- public data that is not
@@ -233,8 +280,16 @@ def test_public_records_beside_private_ones_are_accepted() -> None:
     whole = records(80)
     halves = Subset(whole, range(40)), Subset(whole, range(40, 80))
     begin(halves[0], geometry=dpkfc.KFC(dpkfc.PublicData(halves[1])))
-    with pytest.raises(dpkfc.PrivacyError, match="PublicData holds private records"):
-        begin(halves[0], geometry=dpkfc.KFC(dpkfc.PublicData(Subset(whole, range(39, 80)))))
+    overlapping: list[Dataset[Any]] = [
+        Subset(whole, range(39, 80)),
+        Subset(whole, torch.tensor([3, 70])),  # type: ignore[arg-type]
+        Subset(Subset(whole, range(30, 80)), [0, 49]),
+        ConcatDataset([halves[1], Subset(whole, [0])]),
+        whole,
+    ]
+    for other in overlapping:
+        with pytest.raises(dpkfc.PrivacyError, match="PublicData holds private records"):
+            begin(halves[0], geometry=dpkfc.KFC(dpkfc.PublicData(other)))
 
 
 def test_a_woken_batch_norm_learns_nothing_without_gradients_either() -> None:

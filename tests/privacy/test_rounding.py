@@ -5,19 +5,27 @@ Every record here was made for it: its gradient is small, or zero, and yet float
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dpkfc
-from dpkfc.capture.record import squared_size
+from dpkfc.capture.embedding import Rows
+from dpkfc.capture.record import Outer, join, squared_size
+from dpkfc.clipping import clip_weights
+from dpkfc.geometry.factors import Full
+from dpkfc.geometry.identity import UNCHANGED
+from dpkfc.geometry.kronecker import Kronecker
 
 ULP = 2.0**-23
 CLIP = 1.0
+Clip = float | dpkfc.Automatic
 
 
-def released(model: nn.Module, loss: object, *data: Tensor, clip: float | dpkfc.Automatic = CLIP) -> Tensor:
+def released(model: nn.Module, loss: object, *data: Tensor, clip: Clip = CLIP, geometry: Any = None) -> Tensor:
     """The sum over all records, clipped, without noise."""
     records, optimizer = len(data[0]), torch.optim.SGD(model.parameters(), lr=1.0)
     private = dpkfc.make_private(
@@ -29,6 +37,7 @@ def released(model: nn.Module, loss: object, *data: Tensor, clip: float | dpkfc.
         steps=1,
         batch_size=records,
         clip=clip,
+        geometry=geometry,
         check=False,
         seed=1,
     )
@@ -104,6 +113,63 @@ def test_tokens_that_cancel_do_not_swallow_what_others_add(tied: bool, size: flo
     without = total(ids, weights)
     assert without.norm() > 4
     assert (total(*with_it) - without).norm() <= 1e-4 * CLIP
+
+
+@pytest.mark.parametrize("others", [511, 2047])
+def test_a_head_that_undoes_its_embedding_does_not_drown_many_others(others: int) -> None:
+    """Head and embedding of a record are of 30,000 times the clip, and opposite: others meet only what is left."""
+    ids = torch.zeros(2, 1, dtype=torch.long).expand(2, 1)
+
+    def total(extra: float, count: int) -> Tensor:
+        head = Outer(torch.zeros(count, 1, 4), torch.zeros(count, 1, 8))
+        head.left[:, 0, 0], head.right[:, 0] = 1.0, 3e-4
+        values = torch.zeros(count, 1, 8)
+        if extra:
+            head.right[0], values[0] = extra, -extra
+        tied = join([head, Rows.merged(ids[:1].expand(count, 1), values, 4)])
+        weights, _ = clip_weights(tied.squared_norms(UNCHANGED), CLIP)
+        return tied.weighted_sum(weights)[0].double()
+
+    with_it = total(1e4, 1 + others)
+    assert (with_it - total(0.0, others)).norm() <= CLIP * (1 + 1e-3)
+
+
+class Pointwise(nn.Module):
+    input_shape = (16, 8)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv1d(16, 16, 1, bias=False)
+        nn.init.zeros_(self.layer.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).mean(2)
+
+
+def test_a_record_along_what_the_map_shrinks_does_not_round_what_others_add() -> None:
+    """Unmapped it is 30,000 times the clip: what others add to that is rounded, and the map enlarges the difference."""
+    torch.manual_seed(0)
+    probe = dpkfc.PublicData((1 + 0.01 * torch.randn(256, 16, 8), torch.zeros(256).long()))
+
+    def total(x: Tensor, y: Tensor) -> tuple[Tensor, Kronecker]:
+        geometry = dpkfc.KFC(probe, damping=1e-4, factors="AG", rank=None)
+        loss = lambda model, x, y: (model(x) * y).sum(1).mean()  # noqa: E731
+        released_sum = released(Pointwise(), loss, x, y, geometry=geometry)
+        return released_sum, geometry.map_of(("layer.weight",))  # type: ignore[return-value]
+
+    _, found = total(torch.zeros(2, 16, 8), torch.zeros(2, 16))
+    assert isinstance(found.left_root, Full) and isinstance(found.right_root, Full)
+    of_left, left = torch.linalg.eigh(found.left_root.matrix[0].double())
+    of_right = torch.linalg.eigvalsh(found.right_root.matrix[0].double())
+    bright, striped = torch.full((16,), 0.25), torch.tensor([0.25, -0.25] * 8)
+    x = (bright / float(of_right[0]) * 3).view(1, 16, 1).expand(1, 16, 8)
+    y = (left[:, 0].float() / float(of_left[0])).unsqueeze(0)
+    for power in range(23, 27):
+        small = 2.0**-power / float(of_left[0] * of_right[0])
+        others = (small * striped).view(1, 16, 1).expand(4096, 16, 8), left[:, -1].float().expand(4096, 16)
+        without = total(*others)[0]
+        with_it = total(torch.cat([x, others[0]]), torch.cat([y, others[1]]))[0]
+        assert (with_it - without).norm() <= CLIP * (1 + 1e-4)
 
 
 @pytest.mark.parametrize("flush", [False, True])

@@ -117,7 +117,8 @@ class Patches:
         norms = torch.cat([sum_of_squares(metric.apply(piece.per_sample())) for piece in self._split()])
         # an entry of the input is in at most as many patches as the kernel has positions
         patches_size = squared_size(self.padded) * math.prod(self.module.kernel_size)
-        return with_slack(norms, squared_size(self.delta) * patches_size, metric.gain, self.delta[0, 0].numel())
+        additions = self.delta[0, 0].numel() + len(self.delta)
+        return with_slack(norms, squared_size(self.delta) * patches_size, metric.gain, additions)
 
     def squares(self) -> list[Tensor]:
         return add_up(Dense(piece.per_sample()).squares() for piece in self._split())

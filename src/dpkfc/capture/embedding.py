@@ -8,7 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from dpkfc.capture.linear import Slots, as_positions
-from dpkfc.capture.record import Outer, Use, at_least_float32, deep, keep_rows, squared_size, trusted, with_slack
+from dpkfc.capture.record import (
+    ROWS,
+    Outer,
+    Use,
+    add_up,
+    at_least_float32,
+    deep,
+    keep_rows,
+    squared_size,
+    trusted,
+    with_slack,
+)
 from dpkfc.geometry.identity import Map
 
 
@@ -50,7 +61,9 @@ class Rows:
         return [total.index_add_(0, self.ids.flatten(), self.values.flatten(0, 1).square())]
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
-        return [self.add_weighted_(self.values.new_zeros(self.count, self.values.shape[2]), weights)]
+        zeros = (self.values.new_zeros(self.count, self.values.shape[2]) for _ in range(0, len(weights), ROWS))
+        places = (slice(begin, begin + ROWS) for begin in range(0, len(weights), ROWS))
+        return add_up([self.picked(i).add_weighted_(zero, weights[i])] for i, zero in zip(places, zeros, strict=True))
 
     def add_weighted_(self, total: Tensor, weights: Tensor) -> Tensor:
         """Add ``Σ_i w_i g_i`` to `total`, in place."""
@@ -92,7 +105,7 @@ class TiedHead:
         terms = positions + deep(self.head.left.shape[2]) + deep(self.head.right.shape[2])
         norms, products, largest = self._norms(metric)
         norms = trusted(norms, products, largest, terms, lambda i: self._picked(i).double()._norms(metric)[0])
-        return with_slack(norms, products, 1.0, self.head._together + self.rows.ids.shape[1])
+        return with_slack(norms, products, 1.0, self.head._additions + self.rows.ids.shape[1])
 
     def _norms(self, metric: Map) -> tuple[Tensor, Tensor, Tensor]:
         """Squared norms; the square of the length, mapped, of all that is added; the largest square of a factor."""
@@ -111,6 +124,12 @@ class TiedHead:
         return torch.bmm(right, values.transpose(1, 2)).mul_(picked).sum((1, 2))
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
+        """Of a few samples at a time head and rows together, so that what cancels is gone before others are added."""
+        block = self.head._block
+        places = (slice(begin, begin + block) for begin in range(0, len(weights), block))
+        return add_up(self._picked(place)._sum(weights[place]) for place in places)
+
+    def _sum(self, weights: Tensor) -> list[Tensor]:
         (total,) = self.head.weighted_sum(weights)
         return [self.rows.add_weighted_(total, weights)]
 

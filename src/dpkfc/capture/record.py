@@ -16,6 +16,7 @@ are taken in float32 or better, whatever the model computes in.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -240,6 +241,11 @@ def _gram_norms(outer: Outer) -> tuple[Tensor, Tensor, Tensor]:
     return products.sum((1, 2)), products.diagonal(dim1=1, dim2=2).sqrt().sum(1).square(), largest
 
 
+def _weighted(weights: Tensor, x: Tensor) -> Tensor:
+    total: Tensor = torch.tensordot(weights, x, dims=1)
+    return total
+
+
 @dataclass
 class Dense:
     """Per-sample gradients as they are: [B, *shape] for each parameter of the slot."""
@@ -251,11 +257,16 @@ class Dense:
         grads = self.per_sample()
         if self.mapped or metric is UNCHANGED:
             return sum_of_squares(grads)
-        mapped = 1 + sum(deep(size) for size in (grads[0].shape[1], grads[0][0, 0].numel()) if sum(metric.work))
-        return with_slack(sum_of_squares(metric.apply(grads)), sum_of_squares(grads), metric.gain, mapped)
+        additions = min(len(grads[0]), ROWS) + len(grads[0]) // ROWS
+        if sum(metric.work):
+            additions += deep(grads[0].shape[1]) + deep(grads[0][0, 0].numel())
+        return with_slack(sum_of_squares(metric.apply(grads)), sum_of_squares(grads), metric.gain, additions)
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
-        return [torch.tensordot(weights.to(x.dtype), x, dims=1) for x in self.per_sample()]
+        return [
+            functools.reduce(torch.add, map(_weighted, weights.to(x.dtype).split(ROWS), x.split(ROWS)))
+            for x in self.per_sample()
+        ]
 
     def per_sample(self) -> list[Tensor]:
         return [at_least_float32(g) for g in self.grads]
@@ -294,7 +305,7 @@ class Outer:
         metric = UNCHANGED if self.mapped else metric
         if self.left.shape[1] == 1:
             return self._norms_of_one(metric)
-        return with_slack(self.measured(metric), self.products(), metric.gain, self._together)
+        return with_slack(self.measured(metric), self.products(), metric.gain, self._additions)
 
     def measured(self, metric: Map) -> Tensor:
         """Squared norms, whatever becomes of the gradients in the sum."""
@@ -314,12 +325,13 @@ class Outer:
     def _norms_of_one(self, metric: Map) -> Tensor:
         """One position: ``‖left‖² ‖right‖²``."""
         norms, largest = self._one(metric)
-        extreme = (largest > LARGE).nonzero().flatten()
+        scale = 1.0 if metric.factored else max(1.0, metric.gain)  # of entries, which squares do not know yet
+        extreme = (largest > LARGE / scale**2).nonzero().flatten()
         if len(extreme):
             norms[extreme] = self._picked(extreme).double()._one(metric)[0].to(norms.dtype)
         if metric is UNCHANGED or not metric.factored:
             return norms
-        return with_slack(norms, norms, metric.condition, self._together)
+        return with_slack(norms, norms, metric.condition, self._additions)
 
     def _one(self, metric: Map) -> tuple[Tensor, Tensor]:
         """The squared norms, and the largest square of a factor."""
@@ -351,8 +363,9 @@ class Outer:
         return min(len(self.left), max(1, ROWS // self.left.shape[1]))
 
     @property
-    def _together(self) -> int:
-        return self._block * self.left.shape[1]
+    def _additions(self) -> int:
+        """One upon another: the products of a block, then the sums of all blocks."""
+        return self._block * self.left.shape[1] + len(self.left) // self._block
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
         block, total = self._block, None

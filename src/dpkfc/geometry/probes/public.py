@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.probes.arguments import whole
@@ -139,10 +139,29 @@ def check_apart(source: Any, private: Any) -> None:
 
 
 def _overlap(one: Any, other: Any) -> bool:
-    if isinstance(one, Subset) and isinstance(other, Subset):
-        return one.dataset is other.dataset and not set(one.indices).isdisjoint(other.indices)
+    return any(_meet(*some, *others) for some in _parts(one) for others in _parts(other))
+
+
+def _parts(data: Any, rows: list[int] | None = None) -> Iterator[tuple[Any, list[int] | None]]:
+    """The data sets that one is made of, and which of their rows; None: all."""
+    if isinstance(data, Subset):
+        own = [int(row) for row in data.indices]
+        yield from _parts(data.dataset, own if rows is None else [own[row] for row in rows])
+    elif isinstance(data, ConcatDataset):
+        begin = 0
+        for part in data.datasets:
+            end = begin + len(part)  # type: ignore[arg-type]
+            yield from _parts(part, None if rows is None else [row - begin for row in rows if begin <= row < end])
+            begin = end
+    else:
+        yield data, rows
+
+
+def _meet(one: Any, rows: list[int] | None, other: Any, its_rows: list[int] | None) -> bool:
+    if one is other:
+        return rows is None or its_rows is None or not set(rows).isdisjoint(its_rows)
     tensors = [list(getattr(data, "tensors", ())) for data in (one, other)]
-    return one is other or any(_share(x, y) for x in tensors[0] for y in tensors[1])
+    return rows is its_rows is None and any(_share(x, y) for x in tensors[0] for y in tensors[1])
 
 
 def _share(one: Any, other: Any) -> bool:
