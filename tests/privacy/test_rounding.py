@@ -16,6 +16,7 @@ import dpkfc
 from dpkfc.capture.embedding import Rows
 from dpkfc.capture.record import Outer, join, squared_size
 from dpkfc.clipping import clip_weights
+from dpkfc.geometry.diagonal import Scaled
 from dpkfc.geometry.factors import Full
 from dpkfc.geometry.identity import UNCHANGED
 from dpkfc.geometry.kronecker import Kronecker
@@ -199,6 +200,13 @@ def test_equal_entries_are_not_measured_too_short(entries: int, value: float) ->
     grads = torch.full((2, entries), value)
     want = float(grads[0].double().norm())
     assert squared_size(grads).double().sqrt().tolist() == pytest.approx([want, want], rel=1e-5)
+
+
+def test_a_map_that_enlarges_much_does_not_hide_what_it_enlarges() -> None:
+    """The squares of the factors are lost, or ordinary; those of the entries that the map makes of them are not."""
+    outer = Outer(torch.full((1, 1, 8), 2.4e-23), torch.full((1, 1, 8), 1.7e4))
+    norm = outer.squared_norms(Scaled([torch.full((8, 8), 2.5e18)])).sqrt()
+    assert float(norm) == pytest.approx(2.4e-23 * 1.7e4 * 2.5e18 * 8, rel=1e-4)
 
 
 def test_a_clip_as_small_as_rounding_is_refused() -> None:
