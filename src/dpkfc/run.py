@@ -162,7 +162,7 @@ class Private:
         changed so that their noise is not used again on other sums. Otherwise the run goes on exactly as it
         would have.
         """
-        plan = self.check_state(state)
+        plan = self._check_state(state)
         key, lost, charged = bytes.fromhex(state["key"]), int(state["lost_steps"]), self.charged
         if self._ledger is not None:
             charged = self._ledger.open_run(state["run"], plan.mechanism)
@@ -179,7 +179,7 @@ class Private:
         self.geometry.load_state_dict(state["geometry"])
         self._forget_batch()
 
-    def check_state(self, state: dict[str, Any]) -> Plan:
+    def _check_state(self, state: dict[str, Any]) -> Plan:
         """Refuse a state that cannot be continued from here, with nothing changed; the plan to continue with."""
         plan = self.plan
         if self._clip_from_probes:  # it was chosen at the first weights of the run that is continued

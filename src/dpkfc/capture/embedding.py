@@ -14,6 +14,7 @@ from dpkfc.capture.record import (
     Use,
     add_up,
     at_least_float32,
+    blocks,
     deep,
     keep_rows,
     squared_size,
@@ -61,9 +62,11 @@ class Rows:
         return [total.index_add_(0, self.ids.flatten(), self.values.flatten(0, 1).square())]
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
-        zeros = (self.values.new_zeros(self.count, self.values.shape[2]) for _ in range(0, len(weights), ROWS))
-        places = (slice(begin, begin + ROWS) for begin in range(0, len(weights), ROWS))
-        return add_up([self.picked(i).add_weighted_(zero, weights[i])] for i, zero in zip(places, zeros, strict=True))
+        def of(i: slice) -> Tensor:
+            zeros = self.values.new_zeros(self.count, self.values.shape[2])
+            return self.picked(i).add_weighted_(zeros, weights[i])
+
+        return add_up([of(i)] for i in blocks(len(weights), ROWS))
 
     def add_weighted_(self, total: Tensor, weights: Tensor) -> Tensor:
         """Add ``Σ_i w_i g_i`` to `total`, in place."""
@@ -125,9 +128,7 @@ class TiedHead:
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
         """Of a few samples at a time head and rows together, so that what cancels is gone before others are added."""
-        block = self.head._block
-        places = (slice(begin, begin + block) for begin in range(0, len(weights), block))
-        return add_up(self._picked(place)._sum(weights[place]) for place in places)
+        return add_up(self._picked(i)._sum(weights[i]) for i in blocks(len(weights), self.head._block))
 
     def _sum(self, weights: Tensor) -> list[Tensor]:
         (total,) = self.head.weighted_sum(weights)

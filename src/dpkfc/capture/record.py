@@ -16,7 +16,6 @@ are taken in float32 or better, whatever the model computes in.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -198,6 +197,14 @@ def with_slack(norms: Tensor, products: Tensor, growth: float, additions: int) -
     return (lengths + (eps * growth * products.sqrt() - MARGIN / 2 * lengths).clamp(min=0)).square()
 
 
+def blocks(count: int, size: int) -> Iterator[slice]:
+    """
+    >>> list(blocks(5, 3))
+    [slice(0, 3, None), slice(3, 6, None)]
+    """
+    return (slice(begin, begin + size) for begin in range(0, count, size))
+
+
 def add_up(parts: Iterable[list[Tensor]]) -> list[Tensor]:
     """Sums of tensors that arrive in lists, keeping one list at a time."""
     total: list[Tensor] = []
@@ -241,11 +248,6 @@ def _gram_norms(outer: Outer) -> tuple[Tensor, Tensor, Tensor]:
     return products.sum((1, 2)), products.diagonal(dim1=1, dim2=2).sqrt().sum(1).square(), largest
 
 
-def _weighted(weights: Tensor, x: Tensor) -> Tensor:
-    total: Tensor = torch.tensordot(weights, x, dims=1)
-    return total
-
-
 @dataclass
 class Dense:
     """Per-sample gradients as they are: [B, *shape] for each parameter of the slot."""
@@ -263,10 +265,10 @@ class Dense:
         return with_slack(sum_of_squares(metric.apply(grads)), sum_of_squares(grads), metric.gain, additions)
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
-        return [
-            functools.reduce(torch.add, map(_weighted, weights.to(x.dtype).split(ROWS), x.split(ROWS)))
-            for x in self.per_sample()
-        ]
+        grads = self.per_sample()
+        return add_up(
+            [torch.tensordot(weights[i].to(x.dtype), x[i], dims=1) for x in grads] for i in blocks(len(weights), ROWS)
+        )
 
     def per_sample(self) -> list[Tensor]:
         return [at_least_float32(g) for g in self.grads]
@@ -412,8 +414,7 @@ class Outer:
         return add_up(Dense(piece.per_sample()).squares() for piece in self._split(1))
 
     def _split(self, block: int) -> Iterator[Outer]:
-        for begin in range(0, len(self.left), block):
-            yield self._picked(slice(begin, begin + block))
+        return map(self._picked, blocks(len(self.left), block))
 
     def _picked(self, rows: slice | Tensor) -> Outer:
         last = None if self.last is None else self.last[rows]
