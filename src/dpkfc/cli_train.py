@@ -164,7 +164,7 @@ def train(
     loaded = load_source(source, options, console)
     show_remarks(loaded, seed, console)
     try:
-        done = training.fit(loaded, settings, out, source=written(source, options), console=console)
+        done = training.fit(loaded, settings, out, console=console)
     except KeyboardInterrupt:  # a second Ctrl-C, or one before the first step or after the last
         done = False
     if not done:
@@ -281,14 +281,6 @@ def _place(data_dir: Path | None) -> Path | None:
 def name_of(source: str) -> str:
     """What the run of a source is called, if it is not said."""
     return Path(source).name.split(".")[0] or "data"
-
-
-def written(source: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The source as config.json has it."""
-    return {
-        "path": source,
-        **{name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
-    }
 
 
 def show_remarks(loaded: Loaded, seed: int | None, console: Console) -> None:

@@ -133,7 +133,7 @@ def tune(
             "settings": {**asdict(settings), "model": work.built.name},
             "tuning": {**asked, **({} if public else {"tries": tries})},
             "code": work.built.code,
-            "source": options.written(source, chosen),
+            "source": dict(loaded.source),
             "shape": list(loaded.shape),
             "classes": list(loaded.names),
         }
