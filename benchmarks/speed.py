@@ -166,6 +166,7 @@ def _private(workload: Workload, model: nn.Module, batch: Record, steps: int, ge
         batch_size=workload.batch_size,
         clip=CLIP,
         geometry=geometry,
+        loss=lambda model, batch: loss(workload.logits(model, batch), batch[-1]),
     )
     batches = iter(private.loader)
 

@@ -6,7 +6,7 @@
 200
 """
 
-from dpkfc import diagnostics, optim
+from dpkfc import diagnostics, losses, optim
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.accounting.selection import BestOf
 from dpkfc.clipping import Automatic
@@ -70,6 +70,7 @@ __all__ = [
     "Workload",
     "diagnostics",
     "fix",
+    "losses",
     "make_private",
     "mean_over_records",
     "optim",

@@ -25,6 +25,7 @@ from dpkfc.accounting.events import Mechanism
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.kfc import KFC
+from dpkfc.losses import cross_entropy
 from dpkfc.noise.rng import add_normal_, first_key
 from dpkfc.private import make_private
 from dpkfc.training import devices
@@ -150,7 +151,15 @@ def _smoke() -> str:
     before = model.weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     private = make_private(
-        model, optimizer, data, noise_multiplier=1.0, delta=1e-3, steps=2, batch_size=32, geometry=KFC()
+        model,
+        optimizer,
+        data,
+        noise_multiplier=1.0,
+        delta=1e-3,
+        steps=2,
+        batch_size=32,
+        geometry=KFC(),
+        loss=cross_entropy,
     )
     for x, y in private.loader:
         F.cross_entropy(model(x), y).backward()

@@ -25,6 +25,15 @@ from dpkfc.noise.sensitivity import Participation
 from dpkfc.report.text import as_text
 
 Sampling = Literal["poisson", "cyclic-poisson", "min-separated"]
+Unchecked = Literal["loss", "model", "seed", "ledger", "records", "public data"]
+NOT_CHECKED: dict[Unchecked, str] = {
+    "loss": 'loss="unchecked": nobody tried whether the loss keeps the records apart, as epsilon assumes',
+    "model": "check=False: nobody tried whether the model keeps the records apart, as epsilon assumes",
+    "seed": "the noise comes from a seed: whoever knows it can subtract the noise",
+    "ledger": "no ledger: other runs on the same records are not part of this epsilon, nor are steps lost in a crash",
+    "records": "records= was not given: the number of records is that of the data set, and is treated as public",
+    "public data": "only a sample of the public records was compared with the private ones",
+}
 NAMES: dict[Sampling, str] = {
     "poisson": "Poisson",
     "cyclic-poisson": "cyclic Poisson",
@@ -67,6 +76,7 @@ class Plan:
     growth: tuple[float, ...] = ()  # of the sensitivity over the rounds, where it is not amplified by sampling
     neighbouring: str = "add or remove one record"
     best_of: BestOf | None = None  # of the repetitions of this run, if only the best is released
+    unchecked: tuple[Unchecked, ...] = ()  # what epsilon relies on and nobody has checked
 
     @staticmethod
     def make(
@@ -159,12 +169,16 @@ class Plan:
         return epsilon_spent([mechanism], self.delta if delta is None else delta, self.accountant)
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "growth": list(self.growth)}
+        return {**asdict(self), "growth": list(self.growth), "unchecked": list(self.unchecked)}
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> Plan:
         best_of = fields.get("best_of")
-        read = {"growth": tuple(fields.get("growth", ())), "best_of": None if best_of is None else BestOf(**best_of)}
+        read = {
+            "growth": tuple(fields.get("growth", ())),
+            "best_of": None if best_of is None else BestOf(**best_of),
+            "unchecked": tuple(fields.get("unchecked", ())),
+        }
         return Plan(**{**fields, **read})
 
     def __rich__(self) -> Table:
@@ -211,6 +225,7 @@ class Plan:
                 + ", when to stop, data cleaning"
                 + self._empty_in_words(),
             ),
+            *((f"not checked: {what}", NOT_CHECKED[what]) for what in self.unchecked),
         ]
 
     def _empty_in_words(self) -> str:

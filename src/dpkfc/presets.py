@@ -115,7 +115,7 @@ def recipe(
     >>> data = torch.utils.data.TensorDataset(torch.randn(1000, 64), torch.randint(10, (1000,)))
     >>> recipe = dpkfc.recipe(model, records=len(data), epsilon=3.0, delta=1e-5, epochs=2, batch_size=500)
     >>> optimizer, averaged = recipe.optimizer(model), recipe.averaged(model)
-    >>> private = dpkfc.make_private(model, optimizer, data, **recipe.arguments)
+    >>> private = dpkfc.make_private(model, optimizer, data, **recipe.arguments, loss=dpkfc.losses.cross_entropy)
     >>> private.after_step(lambda: averaged.update_parameters(model))
     >>> for x, y in private.loader:
     ...     torch.nn.functional.cross_entropy(model(x), y).backward()

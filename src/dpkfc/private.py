@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from dpkfc.noise.choose import Auto, Noise, choose
 from dpkfc.noise.factorization import Factorization
 from dpkfc.optim.adambc import DPAdamBC
 from dpkfc.optim.disk import DiSK
-from dpkfc.plan import Plan, Sampling, batches
+from dpkfc.plan import Plan, Sampling, Unchecked, batches
 from dpkfc.run import Private
 from dpkfc.sampling import CyclicPoisson, PrivateLoader, read_dataset
 
@@ -47,7 +48,8 @@ def make_private(
     noise: Noise | Auto | Literal["auto"] | None = None,
     sampling: Sampling | None = None,
     loss_reduction: Literal["mean", "sum"] = "mean",
-    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    loss: Callable[[nn.Module, Any], Tensor] | Literal["unchecked"] | None = None,
+    records: int | None = None,
     max_physical_batch_size: int | None = None,
     by_vmap: Iterable[str] = (),
     accountant: Accountant = "pld",
@@ -79,8 +81,12 @@ def make_private(
             turn, no amplification) for any; by default the best that can be accounted for.
         loss_reduction: how the loop's loss combines the records of one forward pass: their "mean" or "sum".
             A loss over tokens must be reduced within each record first (`mean_over_records`).
-        loss: ``loss(model, batch) -> scalar``, the loop's loss. If given, it is tried on a few records before
-            anything is spent: a loss that mixes records, or is not the declared reduction, is refused.
+        loss: ``loss(model, batch) -> scalar``, the loss that the loop computes. Required. It is tried on a few records
+            before anything is spent: a loss that mixes records, or does not reduce them as declared, is refused. At
+            the first step, and at a few secretly chosen later ones, the gradients that the loop left behind are
+            compared with it. "unchecked" omits all of this: plan, report and ledger then say so.
+        records: the number of records N, stated as public. Sampling rate, number of steps and normalisation follow
+            from it and not from ``len(dataset)``, which stays private. Without it ``len(dataset)`` is taken as public.
         max_physical_batch_size: the loader yields each batch in parts of at most this size; the step is
             taken after the last (`private.took_step` tells, for schedulers that step with every batch).
         by_vmap: names of modules to run whole under vmap, for parameters used outside their own module.
@@ -96,7 +102,8 @@ def make_private(
     >>> model = torch.nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> data = torch.utils.data.TensorDataset(torch.randn(100, 4), torch.randint(2, (100,)))
-    >>> private = dpkfc.make_private(model, optimizer, data, epsilon=2.0, delta=1e-3, epochs=1, batch_size=10)
+    >>> private = dpkfc.make_private(model, optimizer, data, epsilon=2.0, delta=1e-3, epochs=1, batch_size=10,
+    ...                              loss=dpkfc.losses.cross_entropy)
     >>> for x, y in private.loader:
     ...     loss = torch.nn.functional.cross_entropy(model(x), y)
     ...     loss.backward()
@@ -105,6 +112,16 @@ def make_private(
     >>> private.epsilon() <= 2.0
     True
     """
+    if loss is None:
+        raise PrivacyError(
+            "loss= is missing. Give the loss that the loop computes, as a function of the model and a batch of the "
+            "loader, so that it can be tried before anything is spent: "
+            "loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]). Or give loss='unchecked', and "
+            "plan, report and ledger will say that nobody checked it"
+        )
+    declared = None if isinstance(loss, str) and loss == "unchecked" else loss
+    if declared is not None and not callable(declared):
+        raise TypeError(f"loss={loss!r}: must be a function loss(model, batch) -> scalar tensor, or 'unchecked'")
     data, options, its_batch_size = read_dataset(dataset)
     batch_size = its_batch_size if batch_size is None else batch_size
     if batch_size is None:
@@ -122,10 +139,18 @@ def make_private(
     geometry = Identity() if geometry is None else geometry
     check_apart(geometry, data)
     collate = options.get("collate_fn", default_collate)
-    trial = _unlike(data) if loss is not None or collate is not default_collate else []
+    trial = _unlike(data) if declared is not None or collate is not default_collate else []
     if len(trial) > 1:
         check_collate(collate, trial)
-    records = len(data)  # type: ignore[arg-type]
+    count = len(data)  # type: ignore[arg-type]
+    unchecked: dict[Unchecked, bool] = {
+        "loss": declared is None,
+        "model": not check,
+        "seed": seed is not None,
+        "ledger": ledger is None,
+        "records": records is None,
+    }
+    records = count if records is None else records
     batch_size, steps = batches(records, batch_size, epochs, steps)
     tape = Tape(model, partition(model, by_vmap))
     try:
@@ -146,10 +171,11 @@ def make_private(
         plan = Plan.make(
             **run, geometry=geometry.name, public_geometry=geometry.public, noise=factorization, sampling=sampling
         )
+        plan = replace(plan, unchecked=tuple(what for what, is_so in unchecked.items() if is_so))
         if isinstance(optimizer, DPAdamBC | DiSK):
             optimizer.learn_noise(*_noise_variance(plan, factorization, rescaled))
-        if loss is not None and len(trial) > 1:
-            check_loss(model, tape, collate(trial), len(trial), loss, loss_reduction == "mean")
+        if declared is not None and len(trial) > 1:
+            check_loss(model, tape, collate(trial), len(trial), declared, loss_reduction == "mean")
     except BaseException:
         tape.remove()
         raise
@@ -170,7 +196,7 @@ def make_private(
     private.loader = PrivateLoader(
         data,
         options,
-        lambda: CyclicPoisson(private._group_key, records, plan.groups, plan.rate_in_turn),
+        lambda: CyclicPoisson(private._group_key, count, plan.groups, plan.rate_in_turn),
         plan.steps,
         max_physical_batch_size,
         lambda: (private.charged, private._key),

@@ -36,6 +36,7 @@ from dpkfc.data.sources import Loaded
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.identity import Identity
 from dpkfc.geometry.kfc import KFC
+from dpkfc.losses import cross_entropy
 from dpkfc.models.default import Built, build, default_model
 from dpkfc.noise.independent import Independent
 from dpkfc.plan import Plan
@@ -294,7 +295,7 @@ def joined(
         **found.arguments,
         seed=seed,
         ledger=ledger,
-        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        loss=cross_entropy,
         max_physical_batch_size=settings.physical_batch_size,
     )
     private.after_step(lambda: averaged.update_parameters(model))

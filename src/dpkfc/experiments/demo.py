@@ -126,7 +126,7 @@ def train(
             clip=method.clip,
             geometry=method.geometry(),
             seed=seed,
-            loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+            loss=dpkfc.losses.cross_entropy,
         )
     console.print(private.plan)
     steps, seconds, course = private.plan.steps, 0.0, []

@@ -61,7 +61,7 @@ def train(
     """A plain PyTorch loop; `arguments` are those of `make_private`."""
     records, measured = data()
     records = on_device(records, next(model.parameters()).device)
-    private = dpkfc.make_private(model, optimizer, records, seed=seed, **arguments)
+    private = dpkfc.make_private(model, optimizer, records, seed=seed, loss=dpkfc.losses.cross_entropy, **arguments)
     for images, labels in private.loader:
         F.cross_entropy(model(images), labels).backward()
         optimizer.step()

@@ -135,7 +135,9 @@ def train(
     )
     recipe.arguments["geometry"].every = recipe.arguments["steps"]  # the inputs of a linear model never change
     optimizer, averaged = recipe.optimizer(model), recipe.averaged(model)
-    private = dpkfc.make_private(model, optimizer, records, **recipe.arguments, seed=run.seed)
+    private = dpkfc.make_private(
+        model, optimizer, records, **recipe.arguments, seed=run.seed, loss=dpkfc.losses.cross_entropy
+    )
     begun = time.perf_counter()
     for x, y in private.loader:
         F.cross_entropy(model(x), y).backward()

@@ -135,6 +135,10 @@ def train(
     if len(shape) == 3:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = optimizer_of(setting, model)
+
+    def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(model(images), labels, label_smoothing=setting.label_smoothing)
+
     private = dpkfc.make_private(
         model,
         optimizer,
@@ -147,6 +151,7 @@ def train(
         geometry=geometry_of(setting, records, load),
         noise=noise_of(setting),
         seed=setting.seed,
+        loss=lambda model, batch: loss_of(model, *batch),
     )
     steps, factor = private.plan.steps, SCHEDULES[setting.schedule]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step / steps))
@@ -156,7 +161,7 @@ def train(
     course = []
     begun = time.perf_counter()
     for images, labels in private.loader:
-        F.cross_entropy(model(images), labels, label_smoothing=setting.label_smoothing).backward()
+        loss_of(model, images, labels).backward()
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()

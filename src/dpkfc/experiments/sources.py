@@ -197,6 +197,7 @@ def through_training(
         clip=run.clip,
         geometry=geometry,
         seed=run.seed,
+        loss=dpkfc.losses.cross_entropy,
     )
     found = {"0": look(model, private.plan)} if 0 in run.looks else {}
     for images, labels in private.loader:

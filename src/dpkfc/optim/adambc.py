@@ -38,7 +38,8 @@ class DPAdamBC(Optimizer):
     >>> model = torch.nn.Linear(4, 2)
     >>> optimizer = dpkfc.optim.DPAdamBC(model.parameters(), lr=0.01)
     >>> data = torch.utils.data.TensorDataset(torch.randn(100, 4), torch.randint(2, (100,)))
-    >>> private = dpkfc.make_private(model, optimizer, data, noise_multiplier=1.0, delta=1e-3, steps=5, batch_size=10)
+    >>> private = dpkfc.make_private(model, optimizer, data, noise_multiplier=1.0, delta=1e-3, steps=5, batch_size=10,
+    ...                              loss=dpkfc.losses.cross_entropy)
     >>> f"{optimizer.param_groups[0]['noise_variance']:.4f}"
     '0.0100'
     """
