@@ -21,6 +21,7 @@ from dpkfc.accounting.selection import BestOf
 from dpkfc.clipping import MARGIN, SMALLEST_CLIP, SMALLEST_GAMMA, Automatic
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.factorization import IDENTITY, Factorization
+from dpkfc.noise.grid import spacing
 from dpkfc.noise.sensitivity import Participation
 from dpkfc.report.text import as_text
 
@@ -162,6 +163,12 @@ class Plan:
         A computed norm may be wrong by rounding, so the noise is made for vectors of norm C (1 + MARGIN).
         """
         return self.noise_multiplier * self.clip * self.noise_sensitivity * (1 + MARGIN)
+
+    @property
+    def grid(self) -> float:
+        """`.grad` holds multiples of this number, a power of two (`noise.grid`); 0 for a run without noise."""
+        steps = 1 if self.noise == IDENTITY.name else self.steps
+        return spacing(self.noise_multiplier * self.clip / self.batch_size, steps)
 
     def epsilon(self, steps: int | None = None, delta: float | None = None) -> float:
         """The privacy loss after `steps` steps (all by default). Asking changes nothing."""

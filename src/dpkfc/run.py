@@ -31,6 +31,7 @@ from dpkfc.clipping import clip_weights
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.identity import Geometry, Map
 from dpkfc.noise.factorization import Factorization
+from dpkfc.noise.grid import round_to_grid_
 from dpkfc.noise.rng import first_key, next_key, sub_key
 from dpkfc.optim.disk import DiSK
 from dpkfc.plan import Plan
@@ -385,6 +386,7 @@ class Private:
             for name, p in trainable.items()
         }
         self._noise.add_(list(noisy.values()), key, self.plan.noise_scale / self.plan.batch_size, step)
+        round_to_grid_(noisy.values(), self.plan.grid)
         for names, after in self.geometry.after_noise().items():
             noisy.update(zip(names, after.apply([noisy[name] for name in names]), strict=True))
         for p, name in self._names.items():

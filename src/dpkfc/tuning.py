@@ -35,6 +35,7 @@ from torch import Tensor
 
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.errors import PrivacyError
+from dpkfc.noise.grid import round_to_grid_, spacing
 from dpkfc.noise.rng import add_normal_, first_key, sub_key
 from dpkfc.optim.disk import DiSK
 from dpkfc.plan import Plan
@@ -380,6 +381,7 @@ def _noisy(score: float, scale: float | None, key: bytes) -> float:
         )
     noisy = torch.tensor([score], dtype=torch.float64)
     add_normal_([noisy], key, scale)
+    round_to_grid_([noisy], spacing(scale))
     return float(noisy)
 
 

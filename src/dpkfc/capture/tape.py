@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from dpkfc.capture.generic import run_under_vmap
 from dpkfc.capture.record import Dense, Form, Use, exactly, held, join
@@ -133,7 +134,7 @@ class Tape:
         for unit in units:
             for p in unit.parameters.values():
                 if p.is_floating_point():
-                    self._watch_for_bypass(p, names[id(p)], unit)
+                    self._handles.append(_watch_for_bypass(p, names[id(p)], unit.name))
 
     def drain(self) -> Captured:
         """What the backward passes since the last drain left behind."""
@@ -325,21 +326,26 @@ class Tape:
         self._batches.add(call.batch)
         self.on_gradient()
 
-    def _watch_for_bypass(self, p: nn.Parameter, name: str, unit: Unit) -> None:
-        """Autograd never reaches a captured parameter, unless it was used outside its module."""
 
-        def refuse(p: Tensor) -> None:
-            p.grad = None
-            raise PrivacyError(
-                f"parameter '{name}' was used outside the forward of module '{unit.name or 'the model'}', so its "
-                "gradient cannot be clipped per sample. Call the module itself, or name the module that uses it in "
-                "make_private(by_vmap=[...])"
-            )
+def _watch_for_bypass(p: nn.Parameter, name: str, module: str) -> RemovableHandle:
+    """Autograd never reaches a captured parameter, unless it was used outside its module.
 
-        frozen = not p.requires_grad  # it may be unfrozen later, and only then can be watched
-        p.requires_grad_(True)
-        self._handles.append(p.register_post_accumulate_grad_hook(Hook(refuse)))
-        p.requires_grad_(not frozen)
+    The hook must not refer to the model: Python's garbage collector does not see references that autograd holds.
+    """
+
+    def refuse(p: Tensor) -> None:
+        p.grad = None
+        raise PrivacyError(
+            f"parameter '{name}' was used outside the forward of module '{module or 'the model'}', so its "
+            "gradient cannot be clipped per sample. Call the module itself, or name the module that uses it in "
+            "make_private(by_vmap=[...])"
+        )
+
+    frozen = not p.requires_grad  # it may be unfrozen later, and only then can be watched
+    p.requires_grad_(True)
+    handle: RemovableHandle = p.register_post_accumulate_grad_hook(Hook(refuse))
+    p.requires_grad_(not frozen)
+    return handle
 
 
 def _input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -1,0 +1,72 @@
+"""What is released lies on a grid that the records cannot move.
+
+**The problem.** A float32 sum of signal and noise can take values that noise alone cannot take: noise is computed from
+32-bit uniforms, and ``fl(s + w)`` has other low bits than ``fl(w)``. An embedding row that only one record touches is
+pure noise without that record, so a single value that noise cannot reach proves that the record was there, whatever
+epsilon is (Mironov, 2012). Rounding the noisy sum to multiples of g removes those bits.
+
+**Guarantee.** Let s be the clipped, mapped sum, w the noise, v = fl(s + w) the computed noisy sum, and
+``r = g · round(v / g)`` what is released; all of it divided by the expected batch size. Let τ be the standard deviation
+of w given everything released before. g is a power of two, at most τ / 64, and a function of the plan alone.
+
+1. *The grid is public.* g depends on noise multiplier, clip, expected batch size and, for correlated noise, on the
+   number of steps, and on no record. Division and multiplication by a power of two are exact, so r is a multiple of g.
+2. *Rounding costs no privacy.* r is a function of v, so a bound for the release of v holds for r (post-processing). So
+   do the cast of r to the dtype of the parameter, the map after the noise, and the optimizer.
+3. *The set of reachable values does not depend on s.* Between -8τ and 8τ the values that w can take are at most 2⁻¹⁷ τ
+   apart: the float32 angle of Box and Muller has a spacing of at most 2⁻²¹, is multiplied by a radius below 9.4, and
+   the product is rounded to 24 bits. Adding s rounds to the spacing of floats near v, at most g/4 for ``|v| < 2²² g``,
+   that is 32,000 τ. So two neighbouring reachable v differ by less than g, no cell of the grid is skipped, and *every*
+   multiple of g within 8τ of s is reachable: from s, and from the sum s' of a neighbouring data set. A value that is
+   reachable from one and not from the other is more than 8τ away from one of them: a probability below 1e-14.
+   (For ``|v| ≥ 2²² g``, floats near v are about as coarse as the grid, and w is fine enough to reach all of them.)
+4. *The probabilities are those of the Gaussian mechanism up to rounding.* A cell has the probability that
+   ``s + w`` falls between two bounds, each of which is displaced by at most η = 2⁻²¹ max(|v|, |w|) by the
+   rounding of w and of the sum. So the probability of each cell is that of the exact Gaussian mechanism times
+   ``1 ± 2η/g``, that is 1 ± 2⁻¹³ for |v| and |w| around τ. This factor is not part of epsilon. Its sign depends on the
+   lowest bits of s: for an attacker who knows every bit of all other records it is worth about ½ (2η/g)² = 2⁻²⁷ nats
+   for each coordinate that the record reaches and each step that it joins, and nothing to anybody else.
+
+**Assumes** that the cipher's output cannot be told from uniform bits, that float32 ``log``, ``sqrt``, ``cos`` and
+``sin`` are right to a few units in the last place, rounding to nearest, and that how long a step takes is not observed.
+
+Rounding adds a variance of g²/12: at most 2e-5 of the noise of a step. Correlated noise cancels over the steps and
+rounding errors do not, so there g is smaller by √steps (at most 256), and the errors of all steps together stay that
+small. (2⁻¹³ and 2⁻²⁷ above grow by the same factor and by its square.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from torch import Tensor
+
+FRACTION = 2.0**-6  # of the noise of one step, the spacing is at most this
+MOST_STEPS = 2**16  # that make the grid finer: below 2⁻¹⁷ of the noise the argument above would not hold
+
+
+def spacing(noise: float, steps: int = 1) -> float:
+    """The largest power of two up to ``FRACTION · noise / √steps``; 0 without noise: no grid.
+
+    >>> spacing(1.0), spacing(0.9), spacing(1.0, steps=100)
+    (0.015625, 0.0078125, 0.0009765625)
+    """
+    if noise == 0:
+        return 0.0
+    _, exponent = math.frexp(noise * FRACTION / math.sqrt(min(steps, MOST_STEPS)))
+    return math.ldexp(1.0, exponent - 1)
+
+
+def round_to_grid_(tensors: Iterable[Tensor], grid: float) -> None:
+    """Round every entry to the nearest multiple of `grid`, in place; a grid of 0 leaves them as they are.
+
+    >>> import torch
+    >>> x = torch.tensor([0.3, -0.3, 7.77])
+    >>> round_to_grid_([x], 0.25)
+    >>> x
+    tensor([ 0.2500, -0.2500,  7.7500])
+    """
+    if grid:
+        for tensor in tensors:
+            tensor.mul_(1 / grid).round_().mul_(grid)
