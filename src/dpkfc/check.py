@@ -1,10 +1,10 @@
 """Checks before the first step: what would break the guarantee is found while no budget is spent.
 
-`check_model` and `check_optimizer` look; `check_isolation` tries: it changes one record of a small batch and
-demands that nothing captured for the *other* records changes. That finds batch normalisation under any
-name, losses that compare or rank the records of a batch, denominators that count the tokens of the whole
-batch, and tensors whose first dimension is not the batch. It reads a few private records and releases
-nothing but whether it passed.
+`check_model` and `check_optimizer` look; `check_isolation` and `check_loss` try: a record's gradient must be the same
+among other records and among copies of itself. That finds batch normalisation under any name, losses that compare or
+rank the records of a batch, denominators that count the tokens of the whole batch, signs and thresholds that depend on
+the batch, and tensors whose first dimension is not the batch. A trial reads a few private records and releases nothing
+but whether it passed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from dpkfc.capture.tape import Call, Hook, Tape
+from dpkfc.batch import all_equal, copied, has_rows, pick
+from dpkfc.capture.tape import Captured, Hook, Slot, Tape
+from dpkfc.compare import Fingerprint, difference
 from dpkfc.errors import PrivacyError
 
-ROWS = 4  # records in the trial batch
-TOLERANCE = 1e-3  # relative; mixing of records shows at order 1
+ROWS = 4  # records in a trial batch
+ISOLATED = 1e-4  # of a gradient, may differ when other records are exchanged: the computation is the same
+SAME = 1e-3  # where shapes differ, or kernels
+RANDOM = 0.4  # where a model draws random masks also in eval mode: enough to tell a mean from a sum
 
 
 def check_model(model: nn.Module) -> None:
@@ -139,9 +143,9 @@ def check_isolation(model: nn.Module, tape: Tape, args: tuple[Any, ...], kwargs:
     """
     batch = tape.batch
     assert batch is not None
-    inputs = tree_map(lambda x: x[:ROWS] if _is_batched(x, batch) else x, (args, kwargs))
     rows = min(ROWS, batch)
-    if all(torch.equal(x, x[:1].expand_as(x)) for x in tree_leaves(inputs) if _is_batched(x, rows)):
+    inputs = pick((args, kwargs), batch, list(range(rows)))
+    if all_equal(inputs, rows):
         return False
 
     def loss_of(inputs: Any) -> Tensor:
@@ -149,7 +153,7 @@ def check_isolation(model: nn.Module, tape: Tape, args: tuple[Any, ...], kwargs:
         own = getattr(out, "loss", None)
         if isinstance(own, Tensor) and own.dim() == 0:
             return own
-        return _linear_loss(out, rows)
+        return _linear_loss(out)
 
     _demand_isolation(model, tape, inputs, rows, loss_of, "the model")
     return True
@@ -158,28 +162,60 @@ def check_isolation(model: nn.Module, tape: Tape, args: tuple[Any, ...], kwargs:
 def check_loss(
     model: nn.Module, tape: Tape, batch: Any, rows: int, loss: Callable[[nn.Module, Any], Tensor], mean_loss: bool
 ) -> None:
-    """Try model and loss together, and the declared reduction: without one record, the others' gradients stay."""
+    """Try model and loss together on a few records, and the declared reduction on half of them."""
 
     def loss_of(inputs: Any) -> Tensor:
-        value = loss(model, inputs)
-        if not isinstance(value, Tensor) or value.dim() != 0:
-            raise PrivacyError("loss(model, batch) must return a scalar tensor, as the training loop's loss")
-        return value
+        return scalar_loss(model, inputs, loss)
 
     _demand_isolation(model, tape, batch, rows, loss_of, "the model or the loss")
-    fewer = tree_map(lambda x: x[:-1] if _is_batched(x, rows) else x, batch)
+    half = rows // 2
     with _eval_mode(model):
-        whole, part = _calls(model, tape, batch, loss_of), _calls(model, tape, fewer, loss_of)
-    for before, after in zip(whole, part, strict=True):
-        scale = rows / (rows - 1) if mean_loss else 1.0
-        left = _rows_of(before.delta, rows)[:-1] * scale
-        if not _close(left, _rows_of(after.delta, rows - 1)):
+        first = _one_row(rows, 0)
+        whole, again = (Fingerprint.of(_gradients(model, tape, batch, loss_of, seed), first) for seed in (0, 1))
+        fewer = pick(batch, rows, list(range(half)))
+        part = Fingerprint.of(_gradients(model, tape, fewer, loss_of), _one_row(half, 0))
+    for slot, sums in part.sums.items():  # a power of two: no rounding, in any dtype
+        part.sums[slot] = [x * (half / rows if mean_loss else 1.0) for x in sums]
+    part.norms = part.norms[:1].expand(rows) * (half / rows if mean_loss else 1.0)
+    least = SAME if difference(whole, again, SAME, with_norms=False) is None else RANDOM  # dropout that never sleeps
+    found = difference(whole, part, least, with_norms=False)
+    if found is not None:
+        declared = "mean" if mean_loss else "sum"
+        raise PrivacyError(
+            f"the loss is not the {declared} over records that loss_reduction='{declared}' declares: with {half} "
+            f"records instead of {rows}, a record's gradient is {1 / found.ratio:.3g} times what it should be (seen at "
+            f"{_where(model, found.slot)}). A loss averaged over all tokens of a batch must be averaged within each "
+            "record first: dpkfc.mean_over_records(token_losses, mask)"
+        )
+
+
+def scalar_loss(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]) -> Tensor:
+    """The declared loss of a batch. It may reach no trainable parameter that is not the model's."""
+    value = loss(model, batch)
+    if not isinstance(value, Tensor) or value.dim() != 0:
+        raise PrivacyError("loss(model, batch) must return a scalar tensor, as the training loop's loss")
+    own = {id(p) for p in model.parameters()}
+    for leaf in _leaves_of(value):
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
             raise PrivacyError(
-                f"the loss is not the {'mean' if mean_loss else 'sum'} over records that loss_reduction="
-                f"'{'mean' if mean_loss else 'sum'}' declares (seen at module '{before.unit.name}'): leaving one "
-                "record out changes the others' gradients. A loss averaged over all tokens of a batch must be averaged "
-                "within each record first: dpkfc.mean_over_records(token_losses, mask)"
+                f"the loss reaches a trainable parameter of shape {list(leaf.shape)} that is not in the model: it would "
+                "be trained without clipping and noise. Put its module into the model before make_private, or set "
+                "requires_grad=False"
             )
+    return value
+
+
+def _leaves_of(value: Tensor) -> Iterator[Tensor]:
+    """Every leaf that a backward pass would reach."""
+    waiting, seen = [value.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        waiting += [following for following, _ in node.next_functions]
 
 
 def check_collate(collate: Callable[[list[Any]], Any], records: list[Any]) -> None:
@@ -190,7 +226,7 @@ def check_collate(collate: Callable[[list[Any]], Any], records: list[Any]) -> No
     except Exception:
         return  # it is tried on every batch anyway, and says then what it cannot do
     for x, y, z in zip(whole, again, other, strict=False):
-        if not (_is_batched(x, len(records)) and x.shape == z.shape and torch.equal(x, y)):
+        if not (isinstance(x, Tensor) and has_rows(x, len(records)) and x.shape == z.shape and torch.equal(x, y)):
             continue  # padded to the longest record, or of a randomness that no seed reaches: nothing can be told
         if (_rows(x) - _rows(z)).total() > 1:  # wherever they stand: it may sort them
             raise PrivacyError(
@@ -221,48 +257,67 @@ def _seeded(collate: Callable[[list[Any]], Any], records: list[Any]) -> Any:
 def _demand_isolation(
     model: nn.Module, tape: Tape, inputs: Any, rows: int, loss_of: Callable[[Any], Tensor], who: str
 ) -> None:
+    """Fill the batch with copies of one record: its gradient, in its own row, must stay what it was among the others.
+
+    Shapes, random masks and the scale of the loss stay the same, so that the gradients agree to rounding in any dtype.
+    """
     before = {name: b.clone() for name, b in model.named_buffers()}
     try:
-        whole = _calls(model, tape, inputs, loss_of)
+        whole = _gradients(model, tape, inputs, loss_of)
         buffers = {name: b.clone() for name, b in model.named_buffers()}
-        for donor in range(1, rows):
+        for row in range(rows):
             _restore(model, before)
-            changed = tree_map(
-                lambda x, d=donor: torch.cat([x[d : d + 1], x[1:]]) if _is_batched(x, rows) else x, inputs
-            )
-            part = _calls(model, tape, changed, loss_of)
+            alone = _gradients(model, tape, pick(inputs, rows, [row] * rows), loss_of)
             for name, b in model.named_buffers():
                 if not torch.equal(torch.nan_to_num(b), torch.nan_to_num(buffers[name])):
                     raise PrivacyError(
                         f"buffer '{name}' is computed from the records of a batch and would be released without "
                         "noise: make the layer that owns it use the current input only"
                     )
-            for one, other in zip(whole, part, strict=True):
-                _demand_same(one, other, rows, who)
+            among_others, among_copies = (Fingerprint.of(found, _one_row(rows, row)) for found in (whole, alone))
+            demand_same(among_others, among_copies, model, who)
+            tape.recycle()
     finally:
         _restore(model, before)
+        tape.recycle()
 
 
-def _demand_same(one: Call, other: Call, rows: int, who: str) -> None:
-    """Record 0 was replaced between the calls; the others must not notice."""
-    for x, y in ((one.a, other.a), (one.delta, other.delta)):
-        if x is None or y is None or not x.is_floating_point():
-            continue
-        if not _close(_rows_of(x, rows)[1:], _rows_of(y, rows)[1:]):
-            raise PrivacyError(
-                f"{who} mixes the records of a batch: changing one record changes what module '{one.unit.name}' "
-                f"({type(one.unit.module).__name__}) sees of the others. Keep the batch in the first dimension and "
-                "every record's computation and loss to itself (dpkfc.mean_over_records for losses over tokens)"
-            )
+def demand_same(one: Fingerprint, other: Fingerprint, model: nn.Module, who: str) -> None:
+    """Between the passes other records of the batch were exchanged; the gradients of these must not notice."""
+    found = difference(one, other, ISOLATED)
+    if found is not None:
+        raise PrivacyError(
+            f"{who} mixes the records of a batch: with other records beside it, a record's gradient is another one (by "
+            f"{found.share:.2g} of its length, most at {_where(model, found.slot)}). Keep the batch in the first dimension and every "
+            "record's computation and loss to itself: no statistics over the batch, no class weights that are divided "
+            "by their sum over the batch; dpkfc.mean_over_records for losses over tokens"
+        )
 
 
-def _calls(model: nn.Module, tape: Tape, inputs: Any, loss_of: Callable[[Any], Tensor]) -> list[Call]:
-    """What one forward and backward leave behind, in the order of the backward; inputs and randomness stay put."""
-    inputs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, inputs)
-    with tape.aside() as calls, torch.random.fork_rng(), torch.enable_grad():
-        torch.manual_seed(0)
-        loss_of(inputs).backward()
-        return calls
+def _where(model: nn.Module, slot: Slot | None) -> str:
+    names = {id(p): name for name, p in model.named_parameters()}
+    return ", ".join(f"'{names[id(p)]}'" for p in slot or ()) or "no parameter"
+
+
+def _gradients(
+    model: nn.Module, tape: Tape, inputs: Any, loss_of: Callable[[Any], Tensor], seed: int = 0
+) -> Captured:
+    """The per-sample gradients of one forward and backward; inputs and randomness stay put."""
+    with tape.replaying(_nothing), torch.random.fork_rng(), torch.enable_grad():
+        torch.manual_seed(seed)
+        loss_of(copied(inputs)).backward()
+        captured = tape.drain()
+    if captured.squared_norms is None:
+        raise PrivacyError("backward() reached no trainable parameter of the model: nothing would be trained")
+    return captured
+
+
+def _nothing(*args: Any) -> None:
+    return None
+
+
+def _one_row(rows: int, row: int) -> Tensor:
+    return torch.eye(rows)[row]
 
 
 def _restore(model: nn.Module, buffers: dict[str, Tensor]) -> None:
@@ -271,27 +326,13 @@ def _restore(model: nn.Module, buffers: dict[str, Tensor]) -> None:
             b.copy_(buffers[name])
 
 
-def _is_batched(x: Any, batch: int) -> bool:
-    return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == batch
-
-
-def _linear_loss(out: Any, rows: int) -> Tensor:
+def _linear_loss(out: Any) -> Tensor:
     outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad and x.is_floating_point()]
     if not outputs:
         raise PrivacyError(
             f"the model returned no tensor that depends on a trainable parameter (got {type(out).__name__})"
         )
     return torch.stack([(x * torch.randn_like(x)).sum() for x in outputs]).sum()
-
-
-def _rows_of(x: Tensor, rows: int) -> Tensor:
-    return x.detach().reshape(rows, -1).float()
-
-
-def _close(x: Tensor, y: Tensor) -> bool:
-    finite = torch.isfinite(x) & torch.isfinite(y)
-    x, y = x[finite], y[finite]
-    return x.numel() == 0 or bool((x - y).abs().max() <= TOLERANCE * torch.maximum(x.abs().max(), y.abs().max()))
 
 
 @contextlib.contextmanager

@@ -175,7 +175,9 @@ def make_private(
         if isinstance(optimizer, DPAdamBC | DiSK):
             optimizer.learn_noise(*_noise_variance(plan, factorization, rescaled))
         if declared is not None and len(trial) > 1:
-            check_loss(model, tape, collate(trial), len(trial), declared, loss_reduction == "mean")
+            for some in (trial[:ROWS], trial[ROWS:]):
+                if len(some) > 1:
+                    check_loss(model, tape, collate(some), len(some), declared, loss_reduction == "mean")
     except BaseException:
         tape.remove()
         raise
@@ -236,7 +238,7 @@ def _unlike(data: Any) -> list[Any]:
     for record in (data[row] for row in some):
         if first.setdefault(_target(record), record) is not record:
             others.append(record)
-    return [*first.values(), *others][:ROWS]
+    return [*first.values(), *others][: 2 * ROWS]
 
 
 def _target(record: Any) -> str:

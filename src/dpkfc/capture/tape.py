@@ -60,6 +60,7 @@ class Captured:
     forms: dict[Slot, Form]
     squared_norms: Tensor | None
     batch: int
+    eps: float  # relative rounding error of the coarsest dtype that they were computed in
 
 
 class Hook:
@@ -117,6 +118,7 @@ class Tape:
         self._forms: dict[Slot, list[Form]] = {}
         self._norms: dict[Slot, Tensor] = {}  # squared, of slots with one use so far
         self._batches: set[int] = set()  # sizes of the forward passes that the gradients came from
+        self._eps = 0.0  # of the coarsest dtype among the backprops
         self._kept: list[tuple[Tensor, int, Unit]] = []  # what the forms hold, and its version when it was measured
         self.map_of: Callable[[Slot], Map] = lambda slot: UNCHANGED
         self.trial: list[Call] | None = None  # where a trial wants to see the calls themselves
@@ -138,8 +140,8 @@ class Tape:
 
     def drain(self) -> Captured:
         """What the backward passes since the last drain left behind."""
-        forms, norms, batches, kept = self._forms, self._norms, self._batches, self._kept
-        self._forms, self._norms, self._batches, self._kept = {}, {}, set(), []
+        forms, norms, batches, kept, eps = self._forms, self._norms, self._batches, self._kept, self._eps
+        self._forms, self._norms, self._batches, self._kept, self._eps = {}, {}, set(), [], 0.0
         for tensor, version, unit in kept:
             if tensor._version != version:
                 raise PrivacyError(
@@ -155,7 +157,8 @@ class Tape:
         for slot, form in joined.items():
             if slot not in norms or len(forms[slot]) > 1:
                 norms[slot] = form.squared_norms(self.map_of(slot))
-        return Captured(joined, torch.stack(list(norms.values())).sum(0) if norms else None, max(batches, default=0))
+        squared = torch.stack(list(norms.values())).sum(0) if norms else None
+        return Captured(joined, squared, max(batches, default=0), eps)
 
     def recycle(self) -> None:
         """The forms of earlier drains are used up: their memory may be written again."""
@@ -172,6 +175,19 @@ class Tape:
         finally:
             self.batch, self.before_forward = saved
             self.trial = None
+
+    @contextlib.contextmanager
+    def replaying(self, before_forward: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+        """Passes that are captured as usual, while something else than usual happens before each forward pass.
+
+        What the loop left behind must have been drained before.
+        """
+        saved = self.batch, self.before_forward, self.on_gradient
+        self.before_forward, self.on_gradient = before_forward, _nothing
+        try:
+            yield
+        finally:
+            self.batch, self.before_forward, self.on_gradient = saved
 
     def remove(self) -> None:
         """Leave the model as it was."""
@@ -223,7 +239,9 @@ class Tape:
         if x.dim() == 0 or (x.shape[0] % batch and x.shape[0] != 1):
             raise PrivacyError(
                 f"module '{unit.name}' got an input of shape {list(x.shape)} in a batch of {batch} samples: its first "
-                "dimension must hold the samples. Use batch_first=True, or keep the batch in front when reshaping"
+                "dimension must hold the samples. Use batch_first=True, or keep the batch in front when reshaping. If it "
+                "computes something that all samples share, such as relative positions, freeze it, or name the module "
+                "that calls it in make_private(by_vmap=[...])"
             )
         if x.shape[0] == 1 and batch > 1:  # one input for all samples: give every sample its own
             expanded = x.expand(batch, *x.shape[1:])
@@ -324,6 +342,7 @@ class Tape:
                 if call.unit.joint and len(uses) == 1:
                     self._norms[slot] = form.squared_norms(self.map_of(slot))
         self._batches.add(call.batch)
+        self._eps = max(self._eps, torch.finfo(call.delta.dtype).eps)
         self.on_gradient()
 
 

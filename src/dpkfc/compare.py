@@ -1,0 +1,82 @@
+"""Are the per-sample gradients of two passes the same?
+
+Both passes are captured as usual. Of each, the norm of every record's gradient is compared, and one weighted sum of all
+of them: with random signs as weights, a sum in which any record's gradient differs is different too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpkfc.capture.record import exactly
+from dpkfc.capture.tape import Captured, Slot
+
+SMALL = 1e-2  # of the largest norm: below, the error of a norm is not compared with the norm itself
+
+
+@dataclass
+class Fingerprint:
+    """Of the gradients of the records whose weight is not zero."""
+
+    norms: Tensor  # [batch], of every record
+    weights: Tensor  # [batch]
+    sums: dict[Slot, list[Tensor]]  # Σ_i weight_i g_i
+    eps: float  # of the coarsest dtype that the gradients were computed in
+
+    @staticmethod
+    def of(captured: Captured, weights: Tensor) -> Fingerprint:
+        squared = captured.squared_norms
+        assert squared is not None
+        with exactly(squared.device):
+            weights = weights.to(squared.device, squared.dtype)
+            finite = torch.isfinite(squared)
+            sums = {}
+            for slot, form in captured.forms.items():
+                kept = form if bool(finite.all()) else form.masked(finite)
+                sums[slot] = kept.weighted_sum(weights * finite)
+            return Fingerprint(squared.clamp(min=0).sqrt(), weights, sums, captured.eps)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How the gradients of one pass differ from those of another."""
+
+    ratio: float  # of the norms, the median over the records
+    share: float  # of the gradient, that differs
+    slot: Slot | None  # where most of it is
+
+
+def tolerance(eps: float, least: float) -> float:
+    """For gradients computed with relative rounding error `eps`: 6 % in bfloat16, `least` in float32."""
+    return max(least, 16 * eps)
+
+
+def difference(one: Fingerprint, other: Fingerprint, least: float, with_norms: bool = True) -> Difference | None:
+    """None if the gradients of the records with a weight are the same."""
+    limit = tolerance(max(one.eps, other.eps), least)
+    rows = one.weights != 0
+    norms, others = one.norms[rows], other.norms[rows]
+    finite = torch.isfinite(norms) & torch.isfinite(others)
+    same_rows = bool((torch.isfinite(norms) == torch.isfinite(others)).all())
+    norms, others = norms[finite], others[finite]
+    larger = torch.maximum(norms, others)
+    size = float((larger * one.weights[rows][finite].abs()).norm())
+    apart = {slot: _distance(one.sums.get(slot), other.sums.get(slot)) for slot in {**one.sums, **other.sums}}
+    worst = max(apart, key=lambda slot: apart[slot], default=None)
+    total = sum(distance**2 for distance in apart.values()) ** 0.5
+    same = same_rows and total <= limit * size
+    if same and with_norms and len(norms):
+        same = bool(((norms - others).abs() <= limit * larger.clamp(min=SMALL * float(larger.max()))).all())
+    if same:
+        return None
+    ratios = (norms / others)[others > 0]
+    return Difference(float(ratios.median()) if len(ratios) else float("nan"), total / size if size else 1.0, worst)
+
+
+def _distance(one: list[Tensor] | None, other: list[Tensor] | None) -> float:
+    if one is None or other is None:
+        return float(torch.stack([x.norm() for x in one or other or []]).norm())
+    return float(torch.stack([(x - y).norm() for x, y in zip(one, other, strict=True)]).norm())
