@@ -68,7 +68,7 @@ def private_sum(
     optimizer = torch.optim.SGD(trainable.values(), lr=0.0)
     settings = {"noise_multiplier": 0.0, "delta": 1e-5, "steps": 1, "batch_size": rows, "clip": clip}
     private = dpkfc.make_private(
-        model, optimizer, records, max_physical_batch_size=chunk, geometry=geometry, **settings
+        model, optimizer, records, max_physical_batch_size=chunk, geometry=geometry, loss=loss, **settings
     )
     for part in private.loader:
         loss(model, part).backward()

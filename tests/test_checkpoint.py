@@ -42,6 +42,7 @@ def make(
         max_physical_batch_size=settings.pop("chunk", None),
         seed=seed,
         ledger=ledger,
+        loss=dpkfc.losses.cross_entropy,
         **settings,
     )
     return private, model, optimizer, scheduler

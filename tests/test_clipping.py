@@ -76,6 +76,7 @@ def test_every_record_of_a_run_is_scaled(gamma: float) -> None:
     private = dpkfc.make_private(
         model, optimizer, TensorDataset(x, y), noise_multiplier=0.0, delta=0.1, steps=1, batch_size=6,
         clip=dpkfc.Automatic(norm=0.7, gamma=gamma), geometry=dpkfc.Identity(),
+        loss=dpkfc.losses.cross_entropy,
     )  # fmt: skip
     for a, b in private.loader:
         nn.functional.cross_entropy(model(a), b).backward()
@@ -94,7 +95,7 @@ def auto_run(model: nn.Module, geometry: Any, **settings: Any) -> dpkfc.Private:
     data = TensorDataset(torch.zeros(30, 4), torch.zeros(30, dtype=torch.long))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"noise_multiplier": 1.0, "delta": 1e-3, "steps": 4, "batch_size": 5, "clip": "auto"} | settings
-    return dpkfc.make_private(model, optimizer, data, geometry=geometry, **settings)
+    return dpkfc.make_private(model, optimizer, data, geometry=geometry, loss=dpkfc.losses.cross_entropy, **settings)
 
 
 def squares(output: torch.Tensor, *_: Any) -> torch.Tensor:

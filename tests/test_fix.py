@@ -34,7 +34,10 @@ def test_batch_norm_becomes_group_norm_everywhere() -> None:
         assert word in text.getvalue()
     data = TensorDataset(torch.randn(6, 3, 5, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    private = dpkfc.make_private(model, optimizer, data, noise_multiplier=1.0, delta=1e-3, steps=1, batch_size=6)
+    private = dpkfc.make_private(
+        model, optimizer, data, noise_multiplier=1.0, delta=1e-3, steps=1, batch_size=6,
+        loss=lambda model, batch: model(batch[0]).square().mean(),
+    )  # fmt: skip
     for (x,) in private.loader:
         model(x).square().mean().backward()
         optimizer.step()
@@ -62,4 +65,5 @@ def test_fixing_after_building_the_optimizer_is_caught() -> None:
             delta=1e-3,
             steps=1,
             batch_size=6,
+            loss=lambda model, batch: model(batch[0]).square().mean(),
         )

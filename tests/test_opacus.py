@@ -61,8 +61,9 @@ def test_clipped_sum_equals_opacus(name: str, ghost: bool) -> None:
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     private = dpkfc.make_private(
-        model, optimizer, TensorDataset(x, y), noise_multiplier=0.0, delta=1e-3, steps=1, batch_size=BATCH, clip=CLIP
-    )
+        model, optimizer, TensorDataset(x, y), noise_multiplier=0.0, delta=1e-3, steps=1, batch_size=BATCH, clip=CLIP,
+        loss=dpkfc.losses.cross_entropy,
+    )  # fmt: skip
     for a, b in private.loader:
         F.cross_entropy(model(a), b).backward()
         optimizer.step()

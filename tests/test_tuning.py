@@ -28,6 +28,10 @@ PLAN = dpkfc.Plan.make(records=8, clip=1.0, **RUN)
 DATA = TensorDataset(torch.linspace(-1, 1, 16).reshape(8, 2))
 
 
+def output(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(batch[0]).mean()  # type: ignore[no-any-return]
+
+
 @pytest.fixture
 def storage(tmp_path: Path) -> Path:
     return tmp_path / "tuning.db"
@@ -173,9 +177,9 @@ class Training:
         torch.manual_seed(0)
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=self.settings[-1])
-        private = dpkfc.make_private(model, optimizer, DATA, **{**RUN, **self.changes})
-        for (x,) in private.loader:
-            model(x).mean().backward()
+        private = dpkfc.make_private(model, optimizer, DATA, loss=output, **{**RUN, **self.changes})
+        for batch in private.loader:
+            output(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
         self.weights.append(model.weight.detach().clone())
@@ -377,9 +381,9 @@ def test_the_iterate_of_disk_is_kept_not_what_lies_ahead_of_it(tries: Callable[[
     def objective(trial: optuna.Trial) -> tuple[dpkfc.Private, float]:
         model = nn.Linear(2, 1)
         optimizer = dpkfc.optim.DiSK(torch.optim.SGD(model.parameters(), lr=0.5), kappa=0.7)
-        private = dpkfc.make_private(model, optimizer, DATA, **RUN)
-        for (x,) in private.loader:
-            model(x).mean().backward()
+        private = dpkfc.make_private(model, optimizer, DATA, loss=output, **RUN)
+        for batch in private.loader:
+            output(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
         ahead = model.weight.detach().clone()

@@ -132,6 +132,7 @@ def test_a_private_run_does_not_notice(call: Callable[[nn.Module], Any]) -> None
             delta=1e-3,
             seed=1,
             geometry=dpkfc.KFC(dpkfc.Tabular(6, count=16), every=1),
+            loss=dpkfc.losses.cross_entropy,
             **NOISE,
         )
         grads = []

@@ -38,7 +38,7 @@ def train(
     data = TensorDataset(torch.randn(30, 6), torch.randint(3, (30,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     settings = {"noise_multiplier": noise, "delta": 1e-3, "steps": steps, "batch_size": 10, "seed": 1}
-    private = dpkfc.make_private(model, optimizer, data, geometry=geometry, **settings)
+    private = dpkfc.make_private(model, optimizer, data, geometry=geometry, loss=dpkfc.losses.cross_entropy, **settings)
     grads = []
     for x, y in private.loader:
         F.cross_entropy(model(x), y).backward()
@@ -228,6 +228,7 @@ def test_a_probe_of_the_wrong_shape_is_refused_before_anything_is_spent() -> Non
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = TensorDataset(torch.randn(30, 6), torch.randint(3, (30,)))
     settings = {"noise_multiplier": 1.0, "delta": 1e-3, "steps": 2, "batch_size": 10}
+    settings["loss"] = dpkfc.losses.cross_entropy
     with pytest.raises(dpkfc.PrivacyError, match=r"probe.*\[.*5\]"):
         dpkfc.make_private(model, optimizer, data, geometry=dpkfc.KFC(dpkfc.Tabular(5)), **settings)
     with pytest.raises(dpkfc.PrivacyError, match="classes"):

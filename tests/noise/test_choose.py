@@ -67,7 +67,7 @@ def run_with(noise: Any, **settings: Any) -> dpkfc.Private:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     settings = {"epsilon": 8.0, "delta": 1e-4, "steps": 30, "batch_size": 50} | settings
     data = TensorDataset(torch.zeros(1000, 3), torch.zeros(1000, dtype=torch.long))
-    return dpkfc.make_private(model, optimizer, data, noise=noise, **settings)
+    return dpkfc.make_private(model, optimizer, data, noise=noise, loss=dpkfc.losses.cross_entropy, **settings)
 
 
 def test_auto_takes_the_best_within_its_memory() -> None:

@@ -77,7 +77,7 @@ def private(optimizer: Any = None, **settings: Any) -> tuple[nn.Module, Any, dpk
     made = DPAdamBC(model.parameters(), lr=0.05) if optimizer is None else optimizer(model)
     data = TensorDataset(torch.randn(40, 4), torch.randint(2, (40,)))
     settings = {"noise_multiplier": 1.5, "delta": 1e-4, "steps": 12, "batch_size": 8, "clip": 0.5, "seed": 1} | settings
-    return model, made, dpkfc.make_private(model, made, data, **settings)
+    return model, made, dpkfc.make_private(model, made, data, loss=dpkfc.losses.cross_entropy, **settings)
 
 
 def go(model: nn.Module, optimizer: Any, run: dpkfc.Private, steps: int = 12) -> None:

@@ -92,7 +92,7 @@ def run_with(maker: Any, kappa: float, gamma: float | None, **settings: Any) -> 
     disk = DiSK(maker(model.parameters()), kappa, gamma)
     data = TensorDataset(torch.randn(40, 1, 6), torch.randint(2, (40,)))
     settings = {"noise_multiplier": 1.0, "delta": 1e-4, "steps": 10, "batch_size": 8, "seed": 1} | settings
-    return model, disk, dpkfc.make_private(model, disk, data, **settings)
+    return model, disk, dpkfc.make_private(model, disk, data, **{"loss": dpkfc.losses.cross_entropy, **settings})
 
 
 def go(model: nn.Module, disk: DiSK, run: dpkfc.Private, steps: int = 10) -> None:

@@ -50,6 +50,10 @@ def records(count: int = RECORDS, large: bool = False) -> TensorDataset:
     return TensorDataset(x)
 
 
+def output(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(batch[0]).mean()  # type: ignore[no-any-return]
+
+
 def a_run(
     data: TensorDataset, noise: Noise, lr: float = 0.0, momentum: float = 0.9, **settings: Any
 ) -> tuple[nn.Linear, torch.optim.SGD, dpkfc.Private]:
@@ -58,14 +62,14 @@ def a_run(
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     settings = {"noise_multiplier": 1.5, "delta": 1e-5, "steps": 24, "seed": 5} | settings
     private = dpkfc.make_private(
-        model, optimizer, data, batch_size=BATCH, clip=CLIP, noise=noise, check=False, **settings
+        model, optimizer, data, batch_size=BATCH, clip=CLIP, noise=noise, check=False, loss=output, **settings
     )
     return model, optimizer, private
 
 
 def go(model: nn.Module, optimizer: torch.optim.Optimizer, private: dpkfc.Private, steps: int | None = None) -> None:
-    for (x,) in private.loader if steps is None else private.loader.take(steps):
-        model(x).mean().backward()
+    for batch in private.loader if steps is None else private.loader.take(steps):
+        output(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -198,7 +202,9 @@ class TestOnlySoundCombinations:
         model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         settings: dict[str, Any] = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 9, "batch_size": BATCH}
-        private = dpkfc.make_private(model, optimizer, records(), noise=dpkfc.BandedSquareRoot(3), **settings)
+        private = dpkfc.make_private(
+            model, optimizer, records(), noise=dpkfc.BandedSquareRoot(3), loss=output, **settings
+        )
         go(model, optimizer, private, 2)
         model[1].weight.requires_grad_(False)
         with pytest.raises(dpkfc.PrivacyError, match=r"1\.weight: frozen or unfrozen"):
@@ -277,9 +283,14 @@ def test_noise_cancels_in_the_parameters_while_the_geometry_changes(noise: Noise
     data = TensorDataset(torch.randn(RECORDS, 4), torch.zeros(RECORDS, dtype=torch.long))
     geometry = dpkfc.KFC(probe=dpkfc.Tabular(features=4, classes=2), every=3, probes=8)
     n = 21
+
+    def nothing(model: nn.Module, batch: Any) -> torch.Tensor:
+        """No gradient, so that only noise moves the weights."""
+        return 0.0 * F.cross_entropy(model(batch[0]), batch[1])
+
     private = dpkfc.make_private(
         model, optimizer, data, noise_multiplier=2.0, delta=1e-5, steps=n, batch_size=BATCH, clip=CLIP,
-        geometry=geometry, noise=noise, seed=3,
+        geometry=geometry, noise=noise, seed=3, loss=nothing,
     )  # fmt: skip
     start = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
     maps: list[torch.Tensor] = []
@@ -289,8 +300,8 @@ def test_noise_cancels_in_the_parameters_while_the_geometry_changes(noise: Noise
         path.append(torch.cat([p.detach().flatten() for p in model.parameters()]).double().numpy())
 
     optimizer.register_step_post_hook(remember)
-    for x, y in private.loader:
-        (0.0 * F.cross_entropy(model(x), y)).backward()  # no gradient, so that only noise moves the weights
+    for batch in private.loader:
+        nothing(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
         maps.append(geometry.map_of(("0.weight", "0.bias")).apply([torch.eye(3, 4), torch.ones(3)])[0])
@@ -316,7 +327,8 @@ class TestWarnings:
     def private(self, optimizer: Callable[..., torch.optim.Optimizer], **settings: Any) -> dpkfc.Private:
         model = nn.Linear(4, 2)
         settings = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 9, "batch_size": BATCH} | settings
-        return dpkfc.make_private(model, optimizer(model.parameters(), lr=0.1), records(), **settings)
+        data = TensorDataset(torch.zeros(RECORDS, 4))
+        return dpkfc.make_private(model, optimizer(model.parameters(), lr=0.1), data, loss=output, **settings)
 
     @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
     def test_adam_and_its_kin(self, optimizer: Any) -> None:

@@ -49,12 +49,16 @@ def images(seed: int, records: int = 40, dtype: torch.dtype = torch.float32) -> 
     return TensorDataset(x.to(dtype), torch.randint(3, (records,), generator=generator))
 
 
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]).float(), batch[1])
+
+
 def train(model: nn.Module, data: Dataset, geometry: Geometry, lr: float = 0.0, **settings: Any) -> dpkfc.Private:
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     defaults = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 3, "batch_size": 10, "clip": 0.5, "seed": 3}
-    private = dpkfc.make_private(model, optimizer, data, geometry=geometry, **{**defaults, **settings})
-    for x, y in private.loader:
-        F.cross_entropy(model(x).float(), y).backward()
+    private = dpkfc.make_private(model, optimizer, data, geometry=geometry, loss=loss_of, **{**defaults, **settings})
+    for batch in private.loader:
+        loss_of(model, batch).backward()
         optimizer.step()
     private.detach()
     return private
@@ -165,10 +169,12 @@ class TestNoSampleAboveC:
         sums: list[Tensor] = []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         settings = {"noise_multiplier": 0.0, "delta": 0.5, "steps": 1, "batch_size": 1, "clip": 0.5}
-        private = dpkfc.make_private(model, optimizer, TensorDataset(x[:1], y[:1]), geometry=geometry, **settings)
+        private = dpkfc.make_private(
+            model, optimizer, TensorDataset(x[:1], y[:1]), geometry=geometry, loss=loss_of, **settings
+        )
         private._noise = recorder(sums)
-        for part, label in private.loader:
-            F.cross_entropy(model(part), label).backward()
+        for batch in private.loader:
+            loss_of(model, batch).backward()
             other = small_cnn()
             with torch.no_grad():
                 for p in other.parameters():
@@ -194,10 +200,10 @@ def contribution(model: nn.Module, one: TensorDataset, geometry: Geometry) -> fl
     sums: list[Tensor] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     settings = {"noise_multiplier": 0.0, "delta": 0.5, "steps": 1, "batch_size": 1, "clip": 0.5}
-    private = dpkfc.make_private(model, optimizer, one, geometry=geometry, **settings)
+    private = dpkfc.make_private(model, optimizer, one, geometry=geometry, loss=loss_of, **settings)
     private._noise = recorder(sums)
-    for x, y in private.loader:
-        F.cross_entropy(model(x).float(), y).backward()
+    for batch in private.loader:
+        loss_of(model, batch).backward()
         optimizer.step()
     private.detach()
     return float(torch.cat([s.flatten().double() for s in sums]).norm())
@@ -216,10 +222,11 @@ def test_a_record_that_is_not_finite_after_the_map_contributes_exactly_zero(kind
             x, y = torch.cat([x, torch.full((1, 1, 4, 4), bad)]), torch.cat([y, y[:1]])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         settings = {"noise_multiplier": 0.0, "delta": 0.1, "steps": 1, "batch_size": len(x), "clip": 0.5}
-        private = dpkfc.make_private(model, optimizer, TensorDataset(x, y), geometry=GEOMETRIES[kind](), **settings)
-        for xs, ys in private.loader:
-            logits = model(xs)
-            F.cross_entropy(logits, ys).backward()
+        private = dpkfc.make_private(
+            model, optimizer, TensorDataset(x, y), geometry=GEOMETRIES[kind](), loss=loss_of, **settings
+        )
+        for batch in private.loader:
+            loss_of(model, batch).backward()
             optimizer.step()
         private.detach()
         grads.append([p.grad * len(x) for p in model.parameters()])

@@ -43,7 +43,8 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
 
 def start(model: nn.Module, data: Any, lr: float = 0.0, **settings: Any) -> tuple[dpkfc.Private, torch.optim.Optimizer]:
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9 if lr else 0.0)
-    defaults = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 4, "batch_size": 10, "clip": 0.5, "seed": 3}
+    defaults: dict[str, Any] = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 4, "batch_size": 10, "clip": 0.5}
+    defaults |= {"seed": 3, "loss": loss_of}
     if "epsilon" in settings:
         del defaults["noise_multiplier"]
     return dpkfc.make_private(model, optimizer, data, **{**defaults, **settings}), optimizer
@@ -132,7 +133,7 @@ class TestEveryParameter:
                 return self.head(F.linear(x.flatten(1)[:, :4], self.inner.weight))
 
         model = Sneaky()
-        private, _ = start(model, images(), check=False)
+        private, _ = start(model, images(), check=False, loss="unchecked")  # otherwise refused before
         with pytest.raises(dpkfc.PrivacyError, match=r"inner\.weight.*by_vmap"):
             for batch in private.loader:
                 loss_of(model, batch).backward()
@@ -166,10 +167,13 @@ class TestEveryParameter:
                 delta=1e-5,
                 steps=1,
                 batch_size=4,
+                loss=loss_of,
             )
         foreign = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], 0.1)
         with pytest.raises(dpkfc.PrivacyError, match="1 parameters that are not in the model"):
-            dpkfc.make_private(model, foreign, images(), noise_multiplier=1.0, delta=1e-5, steps=1, batch_size=4)
+            dpkfc.make_private(
+                model, foreign, images(), noise_multiplier=1.0, delta=1e-5, steps=1, batch_size=4, loss=loss_of
+            )
 
     def test_freezing_and_unfreezing_between_steps(self) -> None:
         model = small_cnn()
@@ -204,7 +208,7 @@ class TestEveryParameter:
                 return self.head(y + x)
 
         model = InPlace()
-        private, _ = start(model, images())
+        private, _ = start(model, images(), loss="unchecked")  # otherwise refused before
         with pytest.raises(dpkfc.PrivacyError, match="'layer' was changed in place"):
             for batch in private.loader:
                 loss_of(model, batch).backward()
@@ -243,6 +247,10 @@ class TestNotFinite:
                 weights = torch.ones(BATCH)
                 weights[2] = 1.0 if math.isnan(value) else 0.0
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+                def weighted(model: nn.Module, batch: Any) -> Tensor:
+                    return (model(batch[0]).flatten(1).cos().sum(1) * batch[1]).mean()
+
                 private = dpkfc.make_private(
                     model,
                     optimizer,
@@ -252,10 +260,11 @@ class TestNotFinite:
                     steps=1,
                     batch_size=BATCH,
                     clip=0.1,
+                    loss=weighted,
                     check=False,
                 )
-                for x, w in private.loader:
-                    (model(x).flatten(1).cos().sum(1) * w).mean().backward()
+                for batch in private.loader:
+                    weighted(model, batch).backward()
                     optimizer.step()
                 private.detach()
                 assert private.not_private.non_finite == (1 if math.isnan(value) else 0), case.name
@@ -282,7 +291,8 @@ class TestEmptyBatches:
             data = TensorDataset(torch.zeros(10**5, 1))
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
             settings = {"noise_multiplier": 2.0, "delta": 1e-7, "steps": 1, "batch_size": 1, "clip": 3.0}
-            private = dpkfc.make_private(model, optimizer, data, **settings, seed=seed)
+            # its records are not inputs of the model: the loop computes no loss
+            private = dpkfc.make_private(model, optimizer, data, **settings, seed=seed, loss="unchecked")
             if not list(private.loader):
                 assert private.steps == 1
                 assert abs(model.weight.std() / (2.0 * 3.0) - 1) < 0.05
@@ -358,6 +368,7 @@ class TestSampling:
             delta=1e-5,
             epochs=2,
             seed=1,
+            loss=loss_of,
         )
         assert private.plan.batch_size == 8 and private.plan.steps == 10
         seen.clear()  # it was tried on a few records
@@ -374,7 +385,7 @@ class TestSampling:
 
     def test_one_batch_cannot_be_used_twice_nor_in_part(self) -> None:
         model = small_cnn()
-        private, optimizer = start(model, images(), batch_size=20)
+        private, optimizer = start(model, images(), batch_size=20, loss="unchecked")  # the records are counted anyway
         with pytest.raises(dpkfc.PrivacyError, match="were seen by backward"):
             for batch in private.loader:
                 loss_of(model, batch).backward()
@@ -391,7 +402,7 @@ class TestSampling:
 
     def test_two_halves_under_one_backward_are_not_clipped_as_pairs(self) -> None:
         model, data = small_cnn(), images()
-        private, optimizer = start(model, data, batch_size=RECORDS)
+        private, optimizer = start(model, data, batch_size=RECORDS, loss="unchecked")  # the records are counted anyway
         with pytest.raises(dpkfc.PrivacyError, match="were seen by backward"):
             for x, y in private.loader:
                 half = len(x) // 2

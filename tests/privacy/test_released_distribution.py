@@ -30,8 +30,9 @@ def released(with_record: bool, batch_size: int, sigma: float, chunk: int | None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     settings = {"noise_multiplier": sigma, "delta": 1e-5, "steps": STEPS, "batch_size": batch_size, "clip": CLIP}
     private = dpkfc.make_private(
-        model, optimizer, TensorDataset(x), **settings, seed=11, max_physical_batch_size=chunk, check=False
-    )
+        model, optimizer, TensorDataset(x), **settings, seed=11, max_physical_batch_size=chunk, check=False,
+        loss=lambda model, batch: model(batch[0]).mean(),
+    )  # fmt: skip
     seen = []
     # every step counts, also those without records, which the loop does not see
     optimizer.register_step_pre_hook(lambda opt, args, kwargs: seen.append(model.weight.grad))

@@ -5,6 +5,7 @@ Every record here was made for it: its gradient is small, or zero, and yet float
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,7 +27,9 @@ CLIP = 1.0
 Clip = float | dpkfc.Automatic
 
 
-def released(model: nn.Module, loss: object, *data: Tensor, clip: Clip = CLIP, geometry: Any = None) -> Tensor:
+def released(
+    model: nn.Module, loss: Callable[..., Tensor], *data: Tensor, clip: Clip = CLIP, geometry: Any = None
+) -> Tensor:
     """The sum over all records, clipped, without noise."""
     records, optimizer = len(data[0]), torch.optim.SGD(model.parameters(), lr=1.0)
     private = dpkfc.make_private(
@@ -39,12 +42,13 @@ def released(model: nn.Module, loss: object, *data: Tensor, clip: Clip = CLIP, g
         batch_size=records,
         clip=clip,
         geometry=geometry,
+        loss=lambda model, batch: loss(model, *batch),
         check=False,
         seed=1,
     )
     for batch in private.loader:
         assert len(batch[0]) == records, "at a sampling rate of 1 all of them are drawn"
-        loss(model, *batch).backward()  # type: ignore[operator]
+        loss(model, *batch).backward()
         optimizer.step()
     return torch.cat([p.grad.double().flatten() * records for p in model.parameters() if p.grad is not None])
 

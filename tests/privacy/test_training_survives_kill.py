@@ -32,7 +32,7 @@ def train(number, ledger, steps, told=None):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ledger = dpkfc.Ledger(f"{folder}/{ledger}", dataset="people")
     private = dpkfc.make_private(model, optimizer, data, noise_multiplier=1.0, delta=1e-3, steps=steps, batch_size=8,
-                                 ledger=ledger, seed=number)
+                                 ledger=ledger, seed=number, loss=dpkfc.losses.cross_entropy)
     released = os.open(f"{folder}/released-{private.state_dict()['run']}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for x, y in private.loader:
         torch.nn.functional.cross_entropy(model(x), y).backward()

@@ -188,7 +188,7 @@ def test_in_the_loop_it_tells_the_step_of_the_last_refresh() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = [(x, 0) for x in images()]
     settings: dict[str, Any] = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 4, "batch_size": PROBES, "clip": 1.0}
-    private = dpkfc.make_private(model, optimizer, data, geometry=geometry, **settings)
+    private = dpkfc.make_private(model, optimizer, data, geometry=geometry, loss=dpkfc.losses.cross_entropy, **settings)
     for x, y in private.loader:
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()

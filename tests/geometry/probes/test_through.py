@@ -71,7 +71,7 @@ def test_the_geometry_is_that_of_the_transformed_probes() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         private = dpkfc.make_private(
             model, optimizer, data, noise_multiplier=1.0, delta=1e-3, steps=1, batch_size=10, seed=0,
-            geometry=dpkfc.KFC(probe=probe),
+            geometry=dpkfc.KFC(probe=probe), loss=dpkfc.losses.cross_entropy,
         )  # fmt: skip
         for x, y in private.loader:
             nn.functional.cross_entropy(model(x), y).backward()
