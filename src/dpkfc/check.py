@@ -10,12 +10,10 @@ but whether it passed.
 from __future__ import annotations
 
 import contextlib
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -28,6 +26,7 @@ from dpkfc.batch import all_equal, copied, has_rows, pick
 from dpkfc.capture.tape import Captured, Hook, Slot, Tape
 from dpkfc.compare import Fingerprint, difference
 from dpkfc.errors import PrivacyError
+from dpkfc.generators import kept_generators
 
 ROWS = 4  # records in a trial batch
 ISOLATED = 1e-4  # of a gradient, may differ when other records are exchanged: the computation is the same
@@ -198,9 +197,9 @@ def scalar_loss(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], T
     for leaf in _leaves_of(value):
         if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
             raise PrivacyError(
-                f"the loss reaches a trainable parameter of shape {list(leaf.shape)} that is not in the model: it would "
-                "be trained without clipping and noise. Put its module into the model before make_private, or set "
-                "requires_grad=False"
+                f"the loss reaches a trainable parameter of shape {list(leaf.shape)} that is not in the model: it "
+                "would be trained without clipping and noise. Put its module into the model before make_private, or "
+                "set requires_grad=False"
             )
     return value
 
@@ -240,18 +239,10 @@ def _rows(x: Tensor) -> Counter[str]:
 
 
 def _seeded(collate: Callable[[list[Any]], Any], records: list[Any]) -> Any:
-    """With the same random numbers each time; global randomness stays put."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    try:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            random.seed(0)
-            np.random.seed(0)  # noqa: NPY002
-            batch = collate(list(records))
-            return dict(batch) if isinstance(batch, Mapping) else batch
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
+    """With the same random numbers each time."""
+    with kept_generators(seed=0):
+        batch = collate(list(records))
+        return dict(batch) if isinstance(batch, Mapping) else batch
 
 
 def _demand_isolation(
@@ -288,9 +279,9 @@ def demand_same(one: Fingerprint, other: Fingerprint, model: nn.Module, who: str
     if found is not None:
         raise PrivacyError(
             f"{who} mixes the records of a batch: with other records beside it, a record's gradient is another one (by "
-            f"{found.share:.2g} of its length, most at {_where(model, found.slot)}). Keep the batch in the first dimension and every "
-            "record's computation and loss to itself: no statistics over the batch, no class weights that are divided "
-            "by their sum over the batch; dpkfc.mean_over_records for losses over tokens"
+            f"{found.share:.2g} of its length, most at {_where(model, found.slot)}). Keep the batch in the first "
+            "dimension, and every record's computation and loss to itself: no statistics over the batch, no class "
+            "weights that are divided by their sum over the batch; dpkfc.mean_over_records for losses over tokens"
         )
 
 
@@ -303,8 +294,7 @@ def _gradients(
     model: nn.Module, tape: Tape, inputs: Any, loss_of: Callable[[Any], Tensor], seed: int = 0
 ) -> Captured:
     """The per-sample gradients of one forward and backward; inputs and randomness stay put."""
-    with tape.replaying(_nothing), torch.random.fork_rng(), torch.enable_grad():
-        torch.manual_seed(seed)
+    with tape.replaying(_nothing), kept_generators(seed), torch.enable_grad():
         loss_of(copied(inputs)).backward()
         captured = tape.drain()
     if captured.squared_norms is None:

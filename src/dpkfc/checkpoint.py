@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dpkfc.errors import PrivacyError
+from dpkfc.generators import get_generators, set_generators
 
 if TYPE_CHECKING:
     from dpkfc.run import Private
@@ -37,7 +36,7 @@ def save(path: str | os.PathLike[str], private: Private, others: dict[str, Any])
         "model": private.model.state_dict(),
         "optimizer": private.optimizer.state_dict(),
         "private": private.state_dict(),
-        "generators": _generators(),
+        "generators": get_generators(),
         "others": {name: thing.state_dict() for name, thing in others.items()},
     }
     tensors: dict[str, Tensor] = {}
@@ -77,7 +76,7 @@ def load(path: str | os.PathLike[str], private: Private, others: dict[str, Any])
     private.optimizer.load_state_dict(state["optimizer"])
     for name, thing in others.items():
         thing.load_state_dict(state["others"][name])
-    _set_generators(state["generators"])
+    set_generators(state["generators"])
 
 
 def discard(path: Path) -> None:
@@ -127,22 +126,3 @@ def _unpack(tree: Any, tensors: dict[str, Tensor]) -> Any:
         items = [_unpack(item, tensors) for item in content]
         return items if kind == "list" else tuple(items)
     return content
-
-
-def _generators() -> dict[str, Any]:
-    """The global generators, which the user's dropout and augmentation draw from."""
-    name, keys, *rest = np.random.get_state()  # noqa: NPY002
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "python": random.getstate(),
-        "numpy": (name, [int(k) for k in keys], *rest),
-    }
-
-
-def _set_generators(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])  # noqa: NPY002

@@ -19,6 +19,7 @@ from dpkfc.capture.units import partition
 from dpkfc.check import ROWS, check_collate, check_loss, check_model, check_optimizer
 from dpkfc.clipping import Automatic
 from dpkfc.errors import PrivacyError
+from dpkfc.generators import kept_generators
 from dpkfc.geometry.identity import Geometry, Identity
 from dpkfc.geometry.probes.public import LABELS, check_apart
 from dpkfc.noise.choose import Auto, Noise, choose
@@ -139,9 +140,13 @@ def make_private(
     geometry = Identity() if geometry is None else geometry
     check_apart(geometry, data)
     collate = options.get("collate_fn", default_collate)
-    trial = _unlike(data) if declared is not None or collate is not default_collate else []
-    if len(trial) > 1:
-        check_collate(collate, trial)
+    trials: list[Any] = []
+    if declared is not None or collate is not default_collate:
+        with kept_generators():
+            trial = _unlike(data)
+            trials = [(collate(some), len(some)) for some in (trial[:ROWS], trial[ROWS:]) if len(some) > 1]
+        if trials:
+            check_collate(collate, trial)
     count = len(data)  # type: ignore[arg-type]
     unchecked: dict[Unchecked, bool] = {
         "loss": declared is None,
@@ -174,10 +179,9 @@ def make_private(
         plan = replace(plan, unchecked=tuple(what for what, is_so in unchecked.items() if is_so))
         if isinstance(optimizer, DPAdamBC | DiSK):
             optimizer.learn_noise(*_noise_variance(plan, factorization, rescaled))
-        if declared is not None and len(trial) > 1:
-            for some in (trial[:ROWS], trial[ROWS:]):
-                if len(some) > 1:
-                    check_loss(model, tape, collate(some), len(some), declared, loss_reduction == "mean")
+        if declared is not None:
+            for batch, rows in trials:
+                check_loss(model, tape, batch, rows, declared, loss_reduction == "mean")
     except BaseException:
         tape.remove()
         raise

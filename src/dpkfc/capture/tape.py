@@ -239,9 +239,9 @@ class Tape:
         if x.dim() == 0 or (x.shape[0] % batch and x.shape[0] != 1):
             raise PrivacyError(
                 f"module '{unit.name}' got an input of shape {list(x.shape)} in a batch of {batch} samples: its first "
-                "dimension must hold the samples. Use batch_first=True, or keep the batch in front when reshaping. If it "
-                "computes something that all samples share, such as relative positions, freeze it, or name the module "
-                "that calls it in make_private(by_vmap=[...])"
+                "dimension must hold the samples. Use batch_first=True, or keep the batch in front when reshaping. If "
+                "it computes something that all samples share, such as relative positions, freeze it, or name the "
+                "module that calls it in make_private(by_vmap=[...])"
             )
         if x.shape[0] == 1 and batch > 1:  # one input for all samples: give every sample its own
             expanded = x.expand(batch, *x.shape[1:])

@@ -1,0 +1,44 @@
+"""The global random generators, which the user's dropout, augmentation and sampling draw from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def get_generators() -> dict[str, Any]:
+    """Their states, as tensors, numbers and strings."""
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": random.getstate(),
+        "numpy": (name, [int(k) for k in keys], *rest),
+    }
+
+
+def set_generators(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+
+
+@contextmanager
+def kept_generators(seed: int | None = None) -> Iterator[None]:
+    """What is drawn inside, from `seed` if it is given, leaves no trace outside."""
+    before = get_generators()
+    try:
+        if seed is not None:
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)  # noqa: NPY002
+        yield
+    finally:
+        set_generators(before)
