@@ -274,11 +274,41 @@ def test_averaging_the_model_keeps_an_independent_copy() -> None:
         assert not torch.allclose(average(x), model(x))
 
 
-def test_closures_and_second_derivatives_are_refused() -> None:
+def test_a_closure_is_evaluated_once_and_its_gradient_is_private() -> None:
+    """As Lightning's automatic optimization steps."""
+    model = network()
+    private, optimizer = make(model)
+    want = train(private, model, optimizer)
+    model = network()
+    private, optimizer = make(model)
+    evaluated = 0
+
+    for x, y in private.loader:
+
+        def closure() -> Tensor:
+            nonlocal evaluated
+            evaluated += 1
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)  # noqa: B023
+            loss.backward()
+            return loss
+
+        returned = optimizer.step(closure)
+        assert isinstance(returned, Tensor)
+    assert evaluated == private.steps
+    assert torch.equal(torch.cat([p.detach().flatten() for p in model.parameters()]), want)
+
+
+def test_optimizers_that_evaluate_a_closure_several_times_and_second_derivatives_are_refused() -> None:
     model = network()
     private, optimizer = make(model)
     x, y = next(iter(private.loader))
-    with pytest.raises(dpkfc.PrivacyError, match="closure"):
+    with pytest.raises(dpkfc.PrivacyError, match="0 were seen by backward"):
+        optimizer.step(lambda: F.cross_entropy(model(x), y))
+    private.detach()
+    private, optimizer = make(model, torch.optim.LBFGS(model.parameters()))
+    x, y = next(iter(private.loader))
+    with pytest.raises(dpkfc.PrivacyError, match="LBFGS evaluates the loss several times"):
         optimizer.step(lambda: F.cross_entropy(model(x), y))
     with pytest.raises(dpkfc.PrivacyError, match="create_graph"):
         F.cross_entropy(model(x), y).backward(create_graph=True)

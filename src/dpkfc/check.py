@@ -183,7 +183,7 @@ def check_loss(
         raise PrivacyError(
             f"the loss is not the {declared} over records that loss_reduction='{declared}' declares: with {half} "
             f"records instead of {rows}, a record's gradient is {1 / found.ratio:.3g} times what it should be (seen at "
-            f"{_where(model, found.slot)}). A loss averaged over all tokens of a batch must be averaged within each "
+            f"{where(model, found.slot)}). A loss averaged over all tokens of a batch must be averaged within each "
             "record first: dpkfc.mean_over_records(token_losses, mask)"
         )
 
@@ -279,13 +279,14 @@ def demand_same(one: Fingerprint, other: Fingerprint, model: nn.Module, who: str
     if found is not None:
         raise PrivacyError(
             f"{who} mixes the records of a batch: with other records beside it, a record's gradient is another one (by "
-            f"{found.share:.2g} of its length, most at {_where(model, found.slot)}). Keep the batch in the first "
+            f"{found.share:.2g} of its length, most at {where(model, found.slot)}). Keep the batch in the first "
             "dimension, and every record's computation and loss to itself: no statistics over the batch, no class "
             "weights that are divided by their sum over the batch; dpkfc.mean_over_records for losses over tokens"
         )
 
 
-def _where(model: nn.Module, slot: Slot | None) -> str:
+def where(model: nn.Module, slot: Slot | None) -> str:
+    """The parameters by their names."""
     names = {id(p): name for name, p in model.named_parameters()}
     return ", ".join(f"'{names[id(p)]}'" for p in slot or ()) or "no parameter"
 

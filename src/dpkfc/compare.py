@@ -27,7 +27,8 @@ class Fingerprint:
     eps: float  # of the coarsest dtype that the gradients were computed in
 
     @staticmethod
-    def of(captured: Captured, weights: Tensor) -> Fingerprint:
+    def of(captured: Captured, weights: Tensor, scale: float = 1.0) -> Fingerprint:
+        """Of gradients times `scale`."""
         squared = captured.squared_norms
         assert squared is not None
         with exactly(squared.device):
@@ -36,8 +37,8 @@ class Fingerprint:
             sums = {}
             for slot, form in captured.forms.items():
                 kept = form if bool(finite.all()) else form.masked(finite)
-                sums[slot] = kept.weighted_sum(weights * finite)
-            return Fingerprint(squared.clamp(min=0).sqrt(), weights, sums, captured.eps)
+                sums[slot] = kept.weighted_sum(weights * finite * scale)
+            return Fingerprint(squared.clamp(min=0).sqrt() * scale, weights, sums, captured.eps)
 
 
 @dataclass(frozen=True)

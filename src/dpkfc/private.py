@@ -22,6 +22,7 @@ from dpkfc.errors import PrivacyError
 from dpkfc.generators import kept_generators
 from dpkfc.geometry.identity import Geometry, Identity
 from dpkfc.geometry.probes.public import LABELS, check_apart
+from dpkfc.guards import one_process
 from dpkfc.noise.choose import Auto, Noise, choose
 from dpkfc.noise.factorization import Factorization
 from dpkfc.optim.adambc import DPAdamBC
@@ -135,6 +136,7 @@ def make_private(
         raise PrivacyError(f"max_physical_batch_size={max_physical_batch_size}: must be at least 1")
     if not isinstance(ledger, Ledger | None):
         raise PrivacyError(f"ledger must be a dpkfc.Ledger(path, dataset=...), not {type(ledger).__name__}")
+    one_process()
     check_model(model)
     check_optimizer(model, optimizer)
     geometry = Identity() if geometry is None else geometry
@@ -192,6 +194,7 @@ def make_private(
         geometry,
         factorization,
         tape,
+        loss=declared,
         mean_loss=loss_reduction == "mean",
         check=check,
         seed=seed,
@@ -205,9 +208,7 @@ def make_private(
         lambda: CyclicPoisson(private._group_key, count, plan.groups, plan.rate_in_turn),
         plan.steps,
         max_physical_batch_size,
-        lambda: (private.charged, private._key),
-        private._begin,
-        private._empty_step,
+        private,
     )
     return private
 

@@ -8,17 +8,21 @@ A step pre-hook of the user's optimizer turns what the backward passes left behi
 from __future__ import annotations
 
 import os
+import random
 import uuid
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpkfc import checkpoint
+from dpkfc import checkpoint, guards, lineage
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.capture.record import at_least_float32, exactly
 from dpkfc.capture.tape import Slot, Tape
@@ -28,14 +32,19 @@ from dpkfc.check import (
     frozen_batch_norms,
 )
 from dpkfc.clipping import clip_weights
+from dpkfc.compare import Fingerprint
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.identity import Geometry, Map
 from dpkfc.noise.factorization import Factorization
 from dpkfc.noise.grid import round_to_grid_
 from dpkfc.noise.rng import first_key, next_key, sub_key
 from dpkfc.optim.disk import DiSK
-from dpkfc.plan import Plan
+from dpkfc.plan import NOT_CHECKED, Plan
 from dpkfc.sampling import Chunk, PrivateLoader
+from dpkfc.witness import Loss, Witness, compare, random_signs
+
+TRIALS = 3  # steps after the first, chosen secretly, at which model and loss are tried once more
+_LIVE: weakref.WeakSet[Private] = weakref.WeakSet()
 
 
 @dataclass
@@ -61,6 +70,7 @@ class Private:
         noise: Factorization,
         tape: Tape,
         *,
+        loss: Loss | None,
         mean_loss: bool,
         check: bool,
         seed: int | None,
@@ -74,15 +84,22 @@ class Private:
         self.steps = 0  # taken so far
         self.took_step = False  # did the last optimizer.step() end a logical batch?
         self.geometry, self.factorization, self._tape = geometry, noise, tape
-        self._mean_loss, self._check, self._scaler = mean_loss, check, grad_scaler
+        self._loss, self._mean_loss, self._scaler = loss, mean_loss, grad_scaler
         self._clip_from_probes = clip_from_probes
+        self._trial_due, self._trial_steps = check, _secret_steps(plan.steps) if check else set()
+        self._witness: Witness | None = None  # of a batch at which the loop is compared with the declared loss
         self._names = {p: name for name, p in model.named_parameters()}
         self._frozen_norms = frozen_batch_norms(model)
         self._layout = self._trainable()
         self._noise = noise.stream(sum(p.numel() for p in self._layout.values()))
         self._key = first_key(seed)
         self._group_key = sub_key(self._key, "groups")  # for the whole run: a record must not change its group
-        self._ledger, self._run = ledger, uuid.uuid4().hex
+        self._ledger, self._run, self._handle, self._pid = ledger, uuid.uuid4().hex, uuid.uuid4().hex, os.getpid()
+        lineage.own(self._run, self._handle, 0)
+        self._checkpoint: tuple[Path, str] | None = None  # continued from here, and not yet claimed
+        self._weights: str | None = self._weights_digest()  # what they must be at the next step; None: not looked at
+        self._watch: Callable[[], object] = _nothing  # ends the watch over other modules while a batch is open
+        self._detached = False
         self._lost_steps = 0  # charged by a run that did not survive to write them into its checkpoint
         self._ledger_open = False
         self._sums: dict[Slot, list[Tensor]] = {}  # mapped
@@ -103,6 +120,14 @@ class Private:
         ]
         if isinstance(optimizer, DiSK):
             optimizer.joined = self.joined
+        _LIVE.add(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy would draw the same noise once more."""
+        raise PrivacyError(
+            "a private run cannot be copied or pickled: the copy would use the same noise on other sums, and the "
+            "difference would be free of noise. Use save() and load(), or make_private in the other process"
+        )
 
     # -- what the user asks
 
@@ -147,6 +172,7 @@ class Private:
             "key": self._key.hex(),
             "groups": self._group_key.hex(),
             "run": self._run,
+            "weights": self._weights_digest(),
             "not_private": vars(self.not_private).copy(),
             "geometry": self.geometry.state_dict(),
             "noise": self._noise.state_dict(),
@@ -158,35 +184,49 @@ class Private:
         A run that has taken steps goes back or forth within itself only: of another one's state it would learn another
         count of steps, and forget its own.
 
-        If this run, or its ledger, knows of steps after the state (the process died after its last
-        checkpoint, or goes back to it), their results may have been seen: they stay charged, and the key is
-        changed so that their noise is not used again on other sums. Otherwise the run goes on exactly as it
-        would have.
+        **Guarantee.** No noise is used twice. If this process, or the ledger, knows of steps after the state (the
+        process died after its last checkpoint, or goes back to it), their results may have been seen: they stay
+        charged, and fresh entropy is mixed into the key. So it is where nobody can know whether the state was continued
+        before: it comes from another process, without a ledger and without a seed. (`load` does know.) Otherwise the
+        run goes on exactly as it would have.
         """
+        unknown = lineage.steps_here(str(state.get("run"))) is None and self._ledger is None
+        self._continue(state, fresh=unknown and "seed" not in state.get("plan", {}).get("unchecked", ()))
+
+    def _continue(self, state: dict[str, Any], fresh: bool) -> None:
         plan = self._check_state(state)
-        key, lost, charged = bytes.fromhex(state["key"]), int(state["lost_steps"]), self.charged
+        run, step, lost, key = state["run"], state["step"], state["lost_steps"], bytes.fromhex(state["key"])
+        charged = max(lineage.steps_here(run) or 0, self.charged if run == self._run else 0)
         if self._ledger is not None:
-            charged = self._ledger.open_run(state["run"], plan.mechanism)
+            charged = max(charged, self._ledger.open_run(run, plan.mechanism))
             self._ledger_open = True
-        if charged > state["step"] + lost:
-            lost = charged - state["step"]
-            key = sub_key(key + os.urandom(32), "after a loss")
+        if charged > step + lost:
             self._check_restart()
+            lost, fresh = charged - step, True
+        _load_geometry(self.geometry, state["geometry"])
         self._noise.load_state_dict(state["noise"])  # steps that were lost make it start anew at the next step
         self.plan = plan
-        self.steps, self._lost_steps, self._key, self._run = int(state["step"]), lost, key, state["run"]
+        self.steps, self._lost_steps, self._run = step, lost, run
+        self._key = lineage.fresh_key(key) if fresh else key
+        self._pid = os.getpid()
+        lineage.own(run, self._handle, self.charged)
+        self._weights, self._checkpoint = state["weights"], None
+        self._trial_due = self._trial_due or bool(self._trial_steps)
         self.not_private = NotPrivate(**state["not_private"])
         self._group_key = bytes.fromhex(state["groups"])
-        self.geometry.load_state_dict(state["geometry"])
         self._forget_batch()
 
     def _check_state(self, state: dict[str, Any]) -> Plan:
         """Refuse a state that cannot be continued from here, with nothing changed; the plan to continue with."""
+        checkpoint.check_run_state(state, self.plan.steps)
         plan = self.plan
         if self._clip_from_probes:  # it was chosen at the first weights of the run that is continued
             plan = replace(plan, clip=state["plan"]["clip"])
-        if state["plan"] != plan.to_json():
-            changed = [k for k, v in plan.to_json().items() if state["plan"].get(k) != v]
+        told = set(plan.unchecked) | set(state["plan"].get("unchecked", ()))  # what was not checked stays so
+        plan = replace(plan, unchecked=tuple(what for what in NOT_CHECKED if what in told))
+        own, found = ({k: v for k, v in p.items() if k != "unchecked"} for p in (plan.to_json(), state["plan"]))
+        if found != own:
+            changed = [k for k, v in own.items() if found.get(k) != v]
             raise PrivacyError(
                 f"the checkpoint belongs to another plan: {', '.join(changed)} differ. Make the run private "
                 "with the same settings to resume it"
@@ -196,6 +236,7 @@ class Private:
                 f"the checkpoint belongs to another run, and this one has taken {self.charged} steps, which it would "
                 "forget. detach(), make_private again, and load the checkpoint into that"
             )
+        self._noise.check_state(state["noise"])
         return plan
 
     def _check_restart(self) -> None:
@@ -217,6 +258,8 @@ class Private:
 
     def detach(self) -> None:
         """Leave model and optimizer as they were. The budget that was spent stays spent."""
+        self._forget_batch()
+        self._detached = True
         self._tape.remove()
         for hook in self._step_hooks:
             hook.remove()
@@ -225,8 +268,22 @@ class Private:
 
     # -- the way of a batch
 
-    def _begin(self, chunk: Chunk) -> None:
-        """The loader is about to hand out `chunk`."""
+    def _start(self) -> tuple[int, bytes]:
+        """The loader is about to draw batches: from which step on, and with which key."""
+        self._demand_attached()
+        guards.one_process()
+        lineage.demand_owner(self._run, self._handle)
+        if self._pid != os.getpid():  # a fork: the parent has the same key
+            self._key, self._pid = lineage.fresh_key(self._key), os.getpid()
+        if self._checkpoint is not None and not lineage.claim(*self._checkpoint):
+            self._key = lineage.fresh_key(self._key)
+            warnings.warn(lineage.continued_before(self._checkpoint[0]), stacklevel=4)
+        self._checkpoint = None
+        return self.charged, self._key
+
+    def _begin(self, chunk: Chunk, batch: Any) -> None:
+        """The loader is about to hand out `batch`."""
+        self._demand_attached()
         if chunk.step != self.charged:
             raise PrivacyError(
                 "optimizer.step() was not called for the last batch. Skipping a step because of what is in the batch "
@@ -237,13 +294,52 @@ class Private:
             self._ledger_open = True
         if chunk.first:
             self._forget_batch()
-            self._refresh()
+            self._begin_step(chunk.step)
         elif self._rates_at_partial_step not in (None, self._rates()):
             raise PrivacyError(
                 "a learning-rate scheduler was stepped within one logical batch, which max_physical_batch_size has "
                 "split. Write `private.after_step(scheduler.step)` before the loop instead"
             )
         self._chunk = chunk
+        if self._trial_due and self._loss is not None and chunk.rows:
+            self._witness = Witness.of(batch, chunk.rows)
+        own = weakref.ref(self)
+        self._watch()
+        self._watch = weakref.finalize(self, guards.watch_other_modules(lambda p: _is_private(p, own())).remove)
+
+    def _begin_step(self, step: int) -> None:
+        """What is looked at once for a logical batch, before the first part of it is handed out."""
+        guards.one_process()
+        lineage.demand_owner(self._run, self._handle)
+        if self._pid != os.getpid():
+            raise PrivacyError(
+                "the process was forked while private.loader was being iterated: parent and child would train on the "
+                "same batches. Begin to iterate in the child"
+            )
+        if self._checkpoint is not None and not lineage.claim(*self._checkpoint):
+            raise PrivacyError(
+                f"the checkpoint {self._checkpoint[0]} that this run has just saved was continued by another process: "
+                "both would use the same noise. Load it again here to go on with fresh noise"
+            )
+        self._checkpoint = None
+        if self._weights is not None:
+            guards.same_weights(self._weights_digest(), self._weights, self.charged)
+            self._weights = None
+        self._trial_due = self._trial_due or step in self._trial_steps
+        self._refresh()
+
+    def _demand_attached(self) -> None:
+        if self._detached:
+            raise PrivacyError(
+                "this run was detached: the loop would go on with raw gradients. make_private again to go on privately"
+            )
+
+    def _weights_digest(self) -> str:
+        return guards.weights_digest({name: p for p, name in self._names.items()})
+
+    def end_iteration(self) -> None:
+        """The loop was left, or has come to its end: what happens now has nothing to do with a private batch."""
+        self._watch()
 
     def _refresh(self) -> None:
         """New maps at the present weights, which are public: results of earlier steps. No record has a part in it."""
@@ -255,7 +351,7 @@ class Private:
 
     def _empty_step(self, chunk: Chunk) -> None:
         """A batch without records takes its step of pure noise; the loop does not see it, `after_step` does."""
-        self._begin(chunk)
+        self._begin(chunk, None)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -270,10 +366,13 @@ class Private:
             self._joining = False
 
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._check and self.batch_open and self._tape.batch is not None and self._tape.batch > 1:
-            self._check = not check_isolation(self.model, self._tape, args, kwargs)
+        guards.no_new_parameters(self.model, self._names)
         if not self._joining:
             self._absorb()
+        if self._witness is not None:
+            self._witness.see_forward(self.model)
+        elif self._trial_due and self._loss is None and self.batch_open and (self._tape.batch or 0) > 1:
+            self._trial_due = not check_isolation(self.model, self._tape, args, kwargs)
 
     def _absorb(self) -> None:
         """Clip what the last backward left behind and add it to the sums."""
@@ -286,8 +385,10 @@ class Private:
         if squared is None:
             return
         scale = float(batch) if self._mean_loss else 1.0  # a mean loss has divided every gradient by the batch
-        if self._scaler is not None:
-            scale /= self._scaler.get_scale()
+        scale /= self._loss_scale()
+        seen, fingerprint = self._witness, None
+        if seen is not None:
+            fingerprint = Fingerprint.of(captured, random_signs(batch), 1 / self._loss_scale())
         weights, finite = clip_weights(squared * scale**2, self.plan.clip, self.plan.clip_gamma)
         whole = bool(finite.all())
         while forms:
@@ -303,12 +404,40 @@ class Private:
         self.not_private.samples += batch
         self.not_private.non_finite += int((~finite).sum())
         self.not_private.clipped += int((weights < 1).logical_and(finite).sum())
+        if seen is not None and fingerprint is not None:
+            self._compare(seen, fingerprint)
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if any(arg is not None for arg in args[1:]) or kwargs.get("closure") is not None:
-            raise PrivacyError(
-                "optimizer.step(closure) evaluates the loss several times a step, which is not accounted for"
-            )
+    def _loss_scale(self) -> float:
+        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+
+    def _compare(self, seen: Witness, loop: Fingerprint) -> None:
+        """The loop's gradients with those of the declared loss. Sums were formed, and nothing is released yet."""
+        assert self._loss is not None
+        self._witness = None  # while the declared loss is computed
+        try:
+            told = compare(seen, loop, self.model, self._tape, self._loss, _backward_of(self.optimizer))
+        except BaseException:
+            self._forget_batch()
+            raise
+        if seen.compared < seen.rows:
+            self._witness = seen
+        elif told:
+            self._trial_due = False
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is not None:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise PrivacyError(
+                    "LBFGS evaluates the loss several times a step, which is not accounted for. Use another optimizer"
+                )
+            with torch.enable_grad():
+                loss = closure()  # forward and backward, as the optimizer would have done it, once
+            args, kwargs = (args[0], lambda: loss), {}
+        self._make_private_step(optimizer)
+        return args, kwargs
+
+    def _make_private_step(self, optimizer: Optimizer) -> None:
         if any(p not in self._names for group in optimizer.param_groups for p in group["params"]):
             raise PrivacyError(
                 "the optimizer was given parameters that the model did not have when it was made private: they would "
@@ -347,6 +476,7 @@ class Private:
         sums, key, step = self._sums, self._key, self.charged
         self.steps += 1  # charged: from here on it counts, also if what follows fails
         Private.all_steps += 1
+        lineage.count(self._run, self.charged)
         self._key = next_key(key)
         self._forget_batch()
         with exactly(next(self.model.parameters()).device):
@@ -400,9 +530,43 @@ class Private:
 
     def _forget_batch(self) -> None:
         self._sums, self._maps, self._rows, self._chunk, self._rates_at_partial_step = {}, {}, 0, None, None
+        self._witness = None
+        self._watch()
         self._tape.drain()
         self._tape.recycle()
 
     def _placeholder_for_scaler(self) -> None:
         smallest = min((p for p in self._names if p.requires_grad), key=lambda p: p.numel())
         smallest.grad = torch.zeros_like(smallest)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _secret_steps(steps: int) -> set[int]:
+    return set(random.SystemRandom().sample(range(steps), min(TRIALS, steps)))
+
+
+def _is_private(p: nn.Parameter, own: Private | None) -> bool:
+    """Is it clipped and noised by some run?"""
+    if own is None or p in own._names:
+        return True
+    return any(p in run._names for run in _LIVE if not run._detached)
+
+
+def _backward_of(optimizer: Optimizer) -> Callable[[Callable[[], Tensor]], Any]:
+    """What a loop does with its loss; DiSK may take two gradients of it."""
+    if isinstance(optimizer, DiSK):
+        return optimizer.backward
+    return lambda closure: closure().backward()
+
+
+def _load_geometry(geometry: Geometry, state: dict[str, Any]) -> None:
+    """All of it or nothing."""
+    before = geometry.state_dict()
+    try:
+        geometry.load_state_dict(state)
+    except BaseException:
+        geometry.load_state_dict(before)
+        raise

@@ -10,7 +10,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -111,6 +111,21 @@ def read_dataset(data: Any) -> tuple[Dataset[Any], dict[str, Any], int | None]:
     return found, options, batch_size
 
 
+class Steps(Protocol):
+    """What the loader tells the run, and asks of it."""
+
+    @property
+    def charged(self) -> int: ...
+
+    def _start(self) -> tuple[int, bytes]: ...
+
+    def _begin(self, chunk: Chunk, batch: Any) -> None: ...
+
+    def _empty_step(self, chunk: Chunk) -> None: ...
+
+    def end_iteration(self) -> None: ...
+
+
 class PrivateLoader:
     """Iterating yields the batches of all planned steps that are left, as the collate function makes them."""
 
@@ -121,17 +136,14 @@ class PrivateLoader:
         sampler: Callable[[], CyclicPoisson],
         steps: int,
         at_most: int | None,
-        position: Callable[[], tuple[int, bytes]],
-        begin: Callable[[Chunk], None],
-        empty_step: Callable[[Chunk], None],
+        run: Steps,
     ) -> None:
         self.dataset, self._options, self._sampler = dataset, options, sampler
-        self._steps, self._at_most = steps, at_most
-        self._position, self._begin, self._empty_step = position, begin, empty_step
+        self._steps, self._at_most, self._run = steps, at_most, run
 
     def __len__(self) -> int:
         """Steps left (a step takes several iterations if batches are split, none if it drew no record)."""
-        return self._steps - self._position()[0]
+        return self._steps - self._run.charged
 
     def __iter__(self) -> Iterator[Any]:
         if not len(self):
@@ -144,7 +156,7 @@ class PrivateLoader:
 
     def take(self, steps: int) -> Iterator[Any]:
         """The batches of the next `steps` steps."""
-        first, key = self._position()
+        first, key = self._run._start()
         sampler = self._sampler()
         ahead: deque[Chunk] = deque()
 
@@ -162,15 +174,18 @@ class PrivateLoader:
             dataset, options = _WholeBatches(dataset), {**options, "collate_fn": _as_it_is}
         own = torch.Generator()  # for the workers' seeds; the global generator stays put
         own.manual_seed(int.from_bytes(sub_key(key, "workers")[:7], "big"))
-        for batch in DataLoader(dataset, batch_sampler=_Batches(indices), generator=own, **options):
+        try:
+            for batch in DataLoader(dataset, batch_sampler=_Batches(indices), generator=own, **options):
+                self._skip_empty(ahead)
+                self._run._begin(ahead.popleft(), batch)
+                yield batch
             self._skip_empty(ahead)
-            self._begin(ahead.popleft())
-            yield batch
-        self._skip_empty(ahead)
+        finally:
+            self._run.end_iteration()
 
     def _skip_empty(self, ahead: deque[Chunk]) -> None:
         while ahead and not ahead[0].of:
-            self._empty_step(ahead.popleft())
+            self._run._empty_step(ahead.popleft())
 
 
 class _Batches:

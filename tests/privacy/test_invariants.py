@@ -525,6 +525,7 @@ class TestCopies:
         model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.PReLU(4), nn.Linear(4, 3))
         private, optimizer = start(model, images())
         twin = copying(model)
+        before = [p.detach().clone() for p in model.parameters()]
         with torch.no_grad():
             for p in model.parameters():
                 p.zero_()
@@ -534,6 +535,9 @@ class TestCopies:
         assert loss != F.cross_entropy(model(x), y), "the copy must use its own weights"
         assert all(p.grad is not None for p in twin.parameters())
         assert not private._tape._forms
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), before, strict=True):
+                p.copy_(value)
         run(private, model, optimizer)
 
     def test_detach_leaves_nothing_behind(self) -> None:

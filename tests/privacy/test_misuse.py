@@ -111,10 +111,24 @@ def test_a_load_that_fails_counts_the_steps_of_the_weights_that_it_brought(tmp_p
     trained.save(tmp_path / "checkpoint")
     model = nn.Linear(4, 2)
     groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.2}]
+    before = model.weight.detach().clone()
     fresh = dpkfc.make_private(model, torch.optim.SGD(groups, lr=0.1), records(), **RUN)
-    with pytest.raises(ValueError, match="parameter groups"):
+    with pytest.raises(dpkfc.PrivacyError, match="parameter groups"):
         fresh.load(tmp_path / "checkpoint")
-    assert torch.equal(model.weight, trained.model.weight) and fresh.epsilon() == trained.epsilon()
+    assert torch.equal(model.weight, before) and fresh.epsilon() == 0, "it was seen before anything was changed"
+
+    class Failing:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise ValueError("does not fit")
+
+    trained.save(tmp_path / "checkpoint", other=Failing())
+    fresh = begin()
+    with pytest.raises(ValueError, match="does not fit"):
+        fresh.load(tmp_path / "checkpoint", other=Failing())
+    assert torch.equal(fresh.model.weight, trained.model.weight) and fresh.epsilon() == trained.epsilon()
 
 
 def test_nothing_of_a_checkpoint_is_left(tmp_path: Path) -> None:

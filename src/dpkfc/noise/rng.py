@@ -36,6 +36,11 @@ def first_key(seed: int | None) -> bytes:
     return os.urandom(32) if seed is None else hashlib.sha256(f"dpkfc seed {seed}".encode()).digest()
 
 
+def is_key(text: object) -> bool:
+    """Is it a key as it is written to files: 64 hexadecimal digits?"""
+    return isinstance(text, str) and len(text) == 64 and all(digit in "0123456789abcdef" for digit in text)
+
+
 def next_key(key: bytes) -> bytes:
     """The next link of the one-way chain."""
     return hashlib.sha256(b"dpkfc next" + key).digest()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dpkfc.errors import PrivacyError
-from dpkfc.noise.rng import add_lanes_, add_normal_, normal_lanes
+from dpkfc.noise.rng import add_lanes_, add_normal_, is_key, normal_lanes
 from dpkfc.noise.series import Array
 
 
@@ -35,6 +35,9 @@ class Stream(Protocol):
         """
 
     def state_dict(self) -> dict[str, Any]: ...
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Refuse a state that this stream cannot have written; nothing is changed."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -67,10 +70,16 @@ class _Buffers(_Order):
     def state_dict(self) -> dict[str, Any]:
         return {"past": self._past, "next": self._next} if len(self._past) else {"next": self._next}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def check_state(self, state: dict[str, Any]) -> None:
+        _check_next(state)
         if len(self._past):
-            self._past.copy_(_same_shape(state["past"], self._past))
-        self._next = int(state["next"])
+            _same_shape(state.get("past"), self._past)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check_state(state)
+        if len(self._past):
+            self._past.copy_(state["past"])
+        self._next = state["next"]
 
 
 class Ring(_Buffers):
@@ -137,11 +146,21 @@ class Regenerated(_Order):
     def state_dict(self) -> dict[str, Any]:
         return {"keys": [key.hex() for key in self._keys], "size": self._size, "next": self._next}
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        _check_next(state)
+        if state.get("size") != self._size:
+            raise PrivacyError(f"the checkpoint holds noise for {state.get('size')} numbers, the run has {self._size}")
+        keys = state.get("keys")
+        if not isinstance(keys, list) or len(keys) >= len(self._d) or not all(is_key(key) for key in keys):
+            raise PrivacyError(
+                f"the checkpoint should hold up to {len(self._d) - 1} keys of past noise: it is damaged or was "
+                "changed. Restore it from a backup"
+            )
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["size"] != self._size:
-            raise PrivacyError(f"the checkpoint holds noise for {state['size']} numbers, the run has {self._size}")
+        self.check_state(state)
         self._keys = [bytes.fromhex(key) for key in state["keys"]]
-        self._next = int(state["next"])
+        self._next = state["next"]
 
 
 class States(_Buffers):
@@ -175,10 +194,19 @@ def _check_size(sums: list[Tensor], size: int) -> None:
         )
 
 
-def _same_shape(given: Tensor, own: Tensor) -> Tensor:
-    if given.shape != own.shape:
+def _check_next(state: dict[str, Any]) -> None:
+    following = state.get("next")
+    if type(following) is not int or following < 0:
         raise PrivacyError(
-            f"the checkpoint holds noise buffers of shape {tuple(given.shape)}, the run needs {tuple(own.shape)}: the "
-            "set of trainable parameters or the noise has changed"
+            f"the noise of the checkpoint goes on at step {following!r}, which is no step: it is damaged or was "
+            "changed. Restore it from a backup"
         )
-    return given
+
+
+def _same_shape(given: Any, own: Tensor) -> None:
+    if not isinstance(given, Tensor) or given.shape != own.shape or not bool(torch.isfinite(given).all()):
+        found = f"of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+        raise PrivacyError(
+            f"the checkpoint holds noise buffers {found}, the run needs finite ones of shape {tuple(own.shape)}: the "
+            "set of trainable parameters or the noise has changed, or the checkpoint is damaged"
+        )

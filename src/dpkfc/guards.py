@@ -1,0 +1,77 @@
+"""Rules about what a loop may do with a private run: one function per rule. Each raises or returns nothing."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Container
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from dpkfc.errors import PrivacyError
+
+SAMPLED = 256  # entries of each parameter that tell its values from others: noise changes all of them at every step
+
+
+def one_process() -> None:
+    """Several ranks would draw batches and noise of their own, and each would account as if alone."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        ranks = torch.distributed.get_world_size()
+        if ranks > 1:
+            raise PrivacyError(
+                f"a process group with {ranks} ranks is initialised: each rank would draw its own batches and noise, "
+                "and account for them as if it were alone. Train in one process"
+            )
+
+
+def no_new_parameters(model: nn.Module, known: Container[nn.Parameter]) -> None:
+    """What was not there at make_private is neither clipped nor noised."""
+    for name, p in model.named_parameters():
+        if p.requires_grad and p not in known:
+            raise PrivacyError(
+                f"parameter '{name}' is trainable and was not in the model when it was made private: it would be "
+                "trained without clipping and noise. Build the whole model first, then the optimizer, then "
+                "make_private; or set requires_grad=False"
+            )
+
+
+def watch_other_modules(is_known: Callable[[nn.Parameter], bool]) -> RemovableHandle:
+    """While a private batch is open, refuse every module whose trainable parameters no private run knows."""
+
+    def look(module: nn.Module, args: object) -> None:
+        if not module._parameters or not torch.is_grad_enabled():
+            return
+        for name, p in module._parameters.items():
+            if p is not None and p.requires_grad and isinstance(p, nn.Parameter) and not is_known(p):
+                raise PrivacyError(
+                    f"{type(module).__name__} with the trainable parameter '{name}' of shape {list(p.shape)} was "
+                    "called on a private batch, and is part of no private model: it would be trained without clipping "
+                    "and noise. Put it into the model before make_private; or, if it is not to be trained, set "
+                    "requires_grad=False or call it under torch.no_grad()"
+                )
+
+    return register_module_forward_pre_hook(look)
+
+
+def weights_digest(parameters: dict[str, nn.Parameter]) -> str:
+    """Tells the weights after one step from those after another, from a few entries of every parameter."""
+    digest = hashlib.sha256()
+    for name, p in parameters.items():
+        flat: Tensor = p.detach().reshape(-1)
+        some = flat[:: max(1, len(flat) // SAMPLED)].cpu().contiguous()
+        digest.update(name.encode() + some.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def same_weights(found: str, expected: str, steps: int) -> None:
+    """Weights that were trained on the records beyond the steps that this run knows of would be under-reported."""
+    if found != expected:
+        raise PrivacyError(
+            f"the model's weights are not those that the privacy state belongs to ({steps} steps): they were changed "
+            "after make_private, or after the run was loaded, and not by its steps. If a framework restored a "
+            "checkpoint, restore the run with it: keep run.state_dict() beside the weights and call "
+            "run.load_state_dict(), or use run.save() and run.load(). If the weights are public, load them before "
+            "make_private"
+        )

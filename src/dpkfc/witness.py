@@ -1,0 +1,176 @@
+"""Does the loop compute the loss that was declared?
+
+At the first step of a handle, and at a few later ones that are chosen secretly, everything is kept that is needed to
+compute the declared loss once more: the batch, the random state and mode of every forward pass, autocast. After the
+loop's backward the declared loss is computed on the same batch in the same state, and the gradients are compared record
+by record, before anything is released. Then half of the records are exchanged, and the gradients of the others must
+stay as they are.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpkfc.batch import all_equal, copied, pick
+from dpkfc.capture.tape import Captured, Tape
+from dpkfc.check import SAME, demand_same, scalar_loss, where
+from dpkfc.compare import Difference, Fingerprint, difference
+from dpkfc.errors import PrivacyError
+from dpkfc.generators import get_generators, kept_generators, set_generators
+
+Loss = Callable[[nn.Module, Any], Tensor]
+Backward = Callable[[Callable[[], Tensor]], Any]
+
+
+@dataclass
+class Witness:
+    """What the loop did with a batch of `rows` records."""
+
+    batch: Any  # as the loader handed it out
+    rows: int
+    generators: dict[str, Any]  # when it did
+    passes: list[dict[str, Any]] = field(default_factory=list)  # generators at forward passes not yet compared
+    autocast: torch.dtype | None = None  # at the last of them
+    modes: list[bool] = field(default_factory=list)  # of the modules
+    buffers: list[Tensor] = field(default_factory=list)
+    compared: int = 0  # records
+
+    @staticmethod
+    def of(batch: Any, rows: int) -> Witness:
+        return Witness(copied(batch), rows, get_generators())
+
+    def see_forward(self, model: nn.Module) -> None:
+        """The loop is about to call the model."""
+        device = next(model.parameters()).device.type
+        if not self.passes:
+            self.buffers = [b.clone() for b in model.buffers()]
+        self.passes.append(get_generators())
+        self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        self.modes = [module.training for module in model.modules()]
+
+
+def random_signs(rows: int) -> Tensor:
+    """By which the gradients of the records are added up to be compared. Nobody can foresee them."""
+    secret = random.SystemRandom()
+    return torch.tensor([secret.choice((-1.0, 1.0)) for _ in range(rows)])
+
+
+def compare(seen: Witness, loop: Fingerprint, model: nn.Module, tape: Tape, loss: Loss, backward: Backward) -> bool:
+    """Refuse if the gradients that the loop left behind are not those of the declared loss, or if that mixes records.
+
+    `loop` is the fingerprint of the loop's gradients; ``backward(closure)`` is what the loop does with a loss.
+    Returns False if it could not be seen whether records mix, because they are equal.
+    """
+    rows, first = len(loop.norms), seen.compared
+    whole = rows == seen.rows
+    batch = seen.batch if whole else pick(seen.batch, seen.rows, list(range(first, first + rows)))
+    passes, seen.passes = seen.passes, []
+    seen.compared += rows
+    kept, chosen = _exchanged(rows)
+
+    def declared(batch: Any, skipped: int, weights: list[Tensor]) -> tuple[list[Fingerprint], int]:
+        with _as_in_loop(seen, model), kept_generators():
+            captured, used = _replay(batch, passes[skipped:], seen.generators, model, tape, loss, backward)
+            if captured.batch != rows:
+                raise PrivacyError(
+                    f"the loop's forward pass had {rows} records, that of the declared loss {captured.batch}: declare "
+                    "the loss of the batches that the loader yields. To split batches use max_physical_batch_size"
+                )
+            found = [Fingerprint.of(captured, each) for each in weights]
+            tape.recycle()
+            return found, used
+
+    (same, own), used = declared(batch, 0, [loop.weights, loop.weights * kept])
+    found = difference(loop, same, SAME)
+    skipped = len(passes) - used
+    if found is not None and skipped > 0:  # forward passes that the loop did not use for its loss may have come first
+        (same, own), _ = declared(batch, skipped, [loop.weights, loop.weights * kept])
+        found = difference(loop, same, SAME)
+    if found is not None:
+        raise PrivacyError(_in_words(found, model))
+    if rows < 2 or all_equal(batch, rows):
+        return rows < 2
+    (other,), _ = declared(pick(batch, rows, chosen), max(skipped, 0), [loop.weights * kept])
+    demand_same(own, other, model, "the model or the loss")
+    return True
+
+
+def _exchanged(rows: int) -> tuple[Tensor, list[int]]:
+    """A random half of the records is replaced by other ones; where the kept ones are, and which stands where."""
+    secret = random.SystemRandom()
+    replaced = set(secret.sample(range(rows), rows // 2))
+    kept = torch.tensor([0.0 if row in replaced else 1.0 for row in range(rows)])
+    chosen = [(row + secret.randrange(1, rows)) % rows if row in replaced else row for row in range(rows)]
+    return kept, chosen
+
+
+def _replay(
+    batch: Any,
+    passes: list[dict[str, Any]],
+    generators: dict[str, Any],
+    model: nn.Module,
+    tape: Tape,
+    loss: Loss,
+    backward: Backward,
+) -> tuple[Captured, int]:
+    """The gradients of the declared loss, and the number of forward passes that it took."""
+    used = 0
+
+    def before_forward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal used
+        if used < len(passes):
+            set_generators(passes[used])
+        used += 1
+
+    with tape.replaying(before_forward), torch.enable_grad():
+        set_generators(generators)
+        own = copied(batch)
+        backward(lambda: scalar_loss(model, own, loss))
+        captured = tape.drain()
+    if captured.squared_norms is None:
+        raise PrivacyError("backward() of the declared loss reached no trainable parameter of the model")
+    return captured, used
+
+
+@contextmanager
+def _as_in_loop(seen: Witness, model: nn.Module):  # type: ignore[no-untyped-def]
+    """Modes, buffers and autocast as they were when the loop called the model; afterwards as they are now."""
+    device = next(model.parameters()).device.type
+    modes = [module.training for module in model.modules()]
+    buffers = [b.clone() for b in model.buffers()]
+
+    def put(modes: list[bool], buffers: list[Tensor]) -> None:
+        for module, mode in zip(model.modules(), modes, strict=True):
+            module.training = mode
+        with torch.no_grad():
+            for b, value in zip(model.buffers(), buffers, strict=True):
+                b.copy_(value)
+
+    put(seen.modes, seen.buffers)
+    try:
+        with torch.autocast(device, dtype=seen.autocast, enabled=seen.autocast is not None):
+            yield
+    finally:
+        put(modes, buffers)
+
+
+def _in_words(found: Difference, model: nn.Module) -> str:
+    how = (
+        f"{found.ratio:.3g} times as long"
+        if abs(found.ratio - 1) > SAME
+        else f"different by {found.share:.2g} of their length"
+    )
+    return (
+        "the loop does not compute the loss that was declared as loss=: on the same batch, in the same random state, "
+        f"its gradients are {how} (most at {where(model, found.slot)}). Nothing was released. Declare what the loop "
+        "computes, or compute what is declared. Often it is a loss divided by the number of parts of a batch (give "
+        "the mean of each part, or use max_physical_batch_size), class weights, a mean over all tokens "
+        "(num_items_in_batch of Hugging Face's Trainer), or inputs that the loop changes before the model sees them"
+    )
