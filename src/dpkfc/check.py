@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from statistics import median
 from typing import Any
 
 import torch
@@ -30,8 +31,10 @@ from dpkfc.generators import kept_generators
 
 ROWS = 4  # records in a trial batch
 ISOLATED = 1e-4  # of a gradient, may differ when other records are exchanged: the computation is the same
-SAME = 1e-3  # where shapes differ, or kernels
-RANDOM = 0.4  # where a model draws random masks also in eval mode: enough to tell a mean from a sum
+SAME = 1e-3  # where kernels, or the extent of autocast, may differ
+DRAWS = 4  # of the random numbers that a loss may use, to tell how it combines records
+ROUNDED = 1.1  # the most by which rounding, also in bfloat16, changes the length of a gradient
+MEAN_OR_SUM = 1.4  # with random numbers in the loss: a mean over half as many records has gradients twice as long
 
 
 def check_model(model: nn.Module) -> None:
@@ -51,6 +54,11 @@ def check_model(model: nn.Module) -> None:
         if isinstance(p, UninitializedParameter):
             problems.append(
                 f"parameter '{name}' is not initialised: run one forward pass on public or random input first"
+            )
+        elif hasattr(p, "device_mesh"):
+            problems.append(
+                f"parameter '{name}' is sharded over processes (fully_shard), and this process has a part of it only: "
+                "train in one process, without fully_shard"
             )
         elif p.requires_grad and not p.is_floating_point():
             problems.append(f"parameter '{name}' is {p.dtype}: only real floating-point parameters can be trained")
@@ -168,23 +176,27 @@ def check_loss(
 
     _demand_isolation(model, tape, batch, rows, loss_of, "the model or the loss")
     half = rows // 2
+    fewer, share = pick(batch, rows, list(range(half))), half / rows if mean_loss else 1.0
+    ratios: list[float] = []  # of a record's gradient among few to that among all, but for the reduction
     with _eval_mode(model):
-        first = _one_row(rows, 0)
-        whole, again = (Fingerprint.of(_gradients(model, tape, batch, loss_of, seed), first) for seed in (0, 1))
-        fewer = pick(batch, rows, list(range(half)))
-        part = Fingerprint.of(_gradients(model, tape, fewer, loss_of), _one_row(half, 0))
-    for slot, sums in part.sums.items():  # a power of two: no rounding, in any dtype
-        part.sums[slot] = [x * (half / rows if mean_loss else 1.0) for x in sums]
-    part.norms = part.norms[:1].expand(rows) * (half / rows if mean_loss else 1.0)
-    least = SAME if difference(whole, again, SAME, with_norms=False) is None else RANDOM  # dropout that never sleeps
-    found = difference(whole, part, least, with_norms=False)
-    if found is not None:
+        for seed in range(DRAWS):
+            whole, part = (_gradients(model, tape, some, loss_of, seed) for some in (batch, fewer))
+            assert whole.squared_norms is not None and part.squared_norms is not None
+            of_all, of_few = whole.squared_norms[:half].sqrt(), part.squared_norms.sqrt() * share
+            sound = of_all.isfinite() & of_few.isfinite() & (of_all > 0) & (of_few > 0)
+            ratios += (of_few / of_all)[sound].tolist()
+            tape.recycle()
+    if not ratios:
+        return
+    ratio, spread = median(ratios), max(ratios) / min(ratios)
+    limit = MEAN_OR_SUM if spread > ROUNDED else ROUNDED
+    if not 1 / limit < ratio < limit:
         declared = "mean" if mean_loss else "sum"
         raise PrivacyError(
             f"the loss is not the {declared} over records that loss_reduction='{declared}' declares: with {half} "
-            f"records instead of {rows}, a record's gradient is {1 / found.ratio:.3g} times what it should be (seen at "
-            f"{where(model, found.slot)}). A loss averaged over all tokens of a batch must be averaged within each "
-            "record first: dpkfc.mean_over_records(token_losses, mask)"
+            f"records instead of {rows}, a record's gradient is {ratio:.3g} times what it should be. A loss averaged "
+            "over all tokens of a batch must be averaged within each record first: "
+            "dpkfc.mean_over_records(token_losses, mask)"
         )
 
 

@@ -6,6 +6,7 @@ so workers may run ahead, and a resumed run continues where it stood, without a 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
@@ -14,10 +15,20 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.rng import next_key, sub_key, uniform_bits
+
+NEVER = 1e-12  # a probability that is not reckoned with
 
 
 def poisson_sample(key: bytes, records: int, rate: float) -> list[int]:
@@ -48,6 +59,11 @@ class CyclicPoisson:
         self.records, self.groups, self.rate = records, groups, rate
         if groups > 1:
             self._group = uniform_bits(key, records) % np.uint64(groups)  # uniform but for groups / 2⁶⁴
+
+    @property
+    def expected(self) -> float:
+        """Records in a batch."""
+        return self.records * self.rate / self.groups
 
     def draw(self, key: bytes, step: int) -> list[int]:
         """The records of one step."""
@@ -93,14 +109,17 @@ def read_dataset(data: Any) -> tuple[Dataset[Any], dict[str, Any], int | None]:
     options: dict[str, Any] = {}
     batch_size = None
     if isinstance(data, DataLoader):
-        sampler = data.batch_sampler if data.batch_size is None else data.sampler
-        if type(sampler) not in (SequentialSampler, RandomSampler) or getattr(sampler, "replacement", False):
+        sampler: Any = data.batch_sampler if data.batch_size is None else data.sampler
+        batch_size = data.batch_size
+        if type(sampler) is BatchSampler:  # as a DataLoader makes it, and one that accelerate has prepared
+            sampler, batch_size = sampler.sampler, sampler.batch_size
+        if not _shuffles(sampler):
             raise PrivacyError(
                 f"the DataLoader draws with {type(sampler).__name__}: the accounting holds for Poisson sampling only, "
                 "in which every record has the same chance at every step. Pass a DataLoader without a sampler of its "
                 "own, or the data set"
             )
-        dataset, batch_size = data.dataset, data.batch_size
+        dataset = data.dataset
         options = {name: getattr(data, name) for name in KEPT_OPTIONS}
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)):
         raise PrivacyError(
@@ -111,8 +130,17 @@ def read_dataset(data: Any) -> tuple[Dataset[Any], dict[str, Any], int | None]:
     return found, options, batch_size
 
 
+def _shuffles(sampler: Any) -> bool:
+    """Does it give every record the same chance? Those of torch, and accelerate's, that a DataLoader has by default."""
+    kind = type(sampler)
+    of_accelerate = kind.__module__.startswith("accelerate.") and kind.__name__ == "SeedableRandomSampler"
+    return (kind in (SequentialSampler, RandomSampler) or of_accelerate) and not getattr(sampler, "replacement", False)
+
+
 class Steps(Protocol):
     """What the loader tells the run, and asks of it."""
+
+    _key: bytes
 
     @property
     def charged(self) -> int: ...
@@ -140,29 +168,51 @@ class PrivateLoader:
     ) -> None:
         self.dataset, self._options, self._sampler = dataset, options, sampler
         self._steps, self._at_most, self._run = steps, at_most, run
+        self._counted: tuple[int, bytes, int, int] | None = None  # first step, key, steps, and batches in them
+        self._under_way: tuple[int, bytes, int] | None = None  # the iteration: its first step, key, and steps
 
     def __len__(self) -> int:
-        """Steps left (a step takes several iterations if batches are split, none if it drew no record)."""
-        return self._steps - self._run.charged
+        """How many batches iterating yields; during an iteration, how many that one yields in all.
+
+        A step yields several if it draws more than `max_physical_batch_size` records, and none if it draws no record.
+        """
+        charged, key = self._run.charged, self._run._key
+        return self._count(*(self._under_way or (charged, key, self._steps - charged)))
+
+    def _count(self, first: int, key: bytes, steps: int) -> int:
+        if self._counted is None or self._counted[:3] != (first, key, steps):
+            sampler = self._sampler()
+            if self._at_most is None and steps * math.exp(-sampler.expected) < NEVER:
+                count = steps
+            else:
+                count, chain = 0, key
+                for step in range(first, first + steps):
+                    drawn = len(sampler.draw(sub_key(chain, "sampling"), step))
+                    count += -(-drawn // (self._at_most or max(1, drawn)))
+                    chain = next_key(chain)
+            self._counted = first, key, steps, count
+        return self._counted[3]
 
     def __iter__(self) -> Iterator[Any]:
-        if not len(self):
+        if self._run.charged == self._steps:
             warnings.warn(
                 f"all {self._steps} planned steps have been taken: private.loader yields nothing more. One pass "
                 "over it is the whole plan; for epochs, write `for epoch in private.epochs(): for batch in epoch:`",
                 stacklevel=2,
             )
-        yield from self.take(len(self))
+        yield from self.take(self._steps - self._run.charged)
 
     def take(self, steps: int) -> Iterator[Any]:
         """The batches of the next `steps` steps."""
         first, key = self._run._start()
+        steps = min(steps, self._steps - first)
         sampler = self._sampler()
+        self._under_way = under_way = first, key, steps
         ahead: deque[Chunk] = deque()
 
         def indices() -> Iterator[list[int]]:
             chain = key
-            for step in range(first, min(first + steps, self._steps)):
+            for step in range(first, first + steps):
                 for chunk, rows in split(step, sampler.draw(sub_key(chain, "sampling"), step), self._at_most):
                     ahead.append(chunk)
                     if rows:
@@ -181,7 +231,9 @@ class PrivateLoader:
                 yield batch
             self._skip_empty(ahead)
         finally:
-            self._run.end_iteration()
+            if self._under_way is under_way:  # and not one that was begun since
+                self._under_way = None
+                self._run.end_iteration()
 
     def _skip_empty(self, ahead: deque[Chunk]) -> None:
         while ahead and not ahead[0].of:

@@ -81,13 +81,15 @@ class DPAdamBC(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None
         if closure is not None:
-            raise PrivacyError("a private step has no closure: call backward() and then step()")
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     self._step(p, p.grad, group)
-        return None
+        return loss
 
     def _step(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         noise, (beta1, beta2), lr = group["noise_variance"], group["betas"], float(group["lr"])

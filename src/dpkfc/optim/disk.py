@@ -97,9 +97,11 @@ class DiSK(Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
         if closure is not None:
-            raise PrivacyError("a private step has no closure: call backward() and then step()")
+            with torch.enable_grad():
+                loss = closure()
         stepped = [(p, p.grad) for p in self._parameters() if p.grad is not None]
         for p, grad in stepped:
             state = self.state[p]
@@ -116,6 +118,7 @@ class DiSK(Optimizer):
             state["iterate"].copy_(p)
             if self.gradients_a_step == 1:
                 p.add_(state["move"], alpha=self.gamma)
+        return loss
 
     def state_dict(self) -> dict[str, Any]:
         return {"filter": super().state_dict(), "optimizer": self.optimizer.state_dict()}
