@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,6 +104,9 @@ def test_layers_that_mix_records_are_found_by_trying(how: str) -> None:
     ):
         first_batch(private, model)
     assert private.epsilon() == 0 and torch.equal(model.seen, before)
+    private.detach()
+    with pytest.raises(dpkfc.PrivacyError, match="buffer 'seen'|mixes the records|first dimension"):
+        make(model, torch.randn(8, 6), loss=dpkfc.losses.cross_entropy)  # before the first batch
 
 
 def test_time_before_batch_is_refused_even_when_the_sizes_agree() -> None:
@@ -155,6 +159,25 @@ def test_a_mean_called_sum_is_refused() -> None:
     model = nn.Linear(6, 2)
     with pytest.raises(dpkfc.PrivacyError, match="is not the sum over records"):
         make(model, torch.randn(8, 6), loss_reduction="sum", loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]))
+
+
+def test_a_loss_must_be_declared() -> None:
+    model = nn.Linear(6, 2)
+    with pytest.raises(dpkfc.PrivacyError, match=r"loss= is missing.*loss='unchecked'"):
+        make(model, torch.randn(8, 6), loss=None)
+    with pytest.raises(TypeError, match="loss='cross_entropy'"):
+        make(model, torch.randn(8, 6), loss="cross_entropy")
+
+
+def test_the_plan_says_what_was_not_checked(tmp_path: Path) -> None:
+    private, _ = make(nn.Linear(6, 2), torch.randn(8, 6), seed=1, check=False)
+    assert private.plan.unchecked == ("loss", "model", "seed", "ledger", "records")
+    rows = dict(private.plan.statement())
+    assert all(f"not checked: {what}" in rows for what in private.plan.unchecked)
+    assert dpkfc.Plan.from_json(private.plan.to_json()) == private.plan
+    ledger = dpkfc.Ledger(tmp_path / "privacy.db", dataset="people")
+    private, _ = make(nn.Linear(6, 2), torch.randn(8, 6), loss=dpkfc.losses.cross_entropy, ledger=ledger, records=8)
+    assert private.plan.unchecked == () and "not checked" not in str(private.plan)
 
 
 def test_ragged_token_losses_need_a_mean_within_each_record() -> None:

@@ -23,6 +23,8 @@ QUICK = ("--epsilon", 3, "--delta", "1e-3", "--epochs", 1, "--batch-size", 20, "
 EPSILON = cache(dpkfc.Plan.epsilon)
 RNG = np.random.default_rng(0)
 
+pytestmark = pytest.mark.usefixtures("interruptible")
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -81,6 +81,8 @@ STEPS = 6
 EPSILON = cache(dpkfc.Plan.epsilon)
 DRAW = training.draw_pictures
 
+pytestmark = pytest.mark.usefixtures("interruptible")
+
 
 @pytest.fixture(autouse=True)
 def _remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,3 +516,27 @@ def test_a_second_ctrl_c_does_not_wait() -> None:
         assert stopping()
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    """As under nohup; a request to terminate still stops the run after the step."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the fixture puts the handler back
+    before = signal.getsignal(signal.SIGTERM)
+    with stoppable() as stopping:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        assert not stopping()
+        signal.raise_signal(signal.SIGTERM)
+        assert stopping()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_handler_that_is_not_of_python_is_left_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python calls it None, and cannot install it again."""
+    installed: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGINT else signal.SIG_DFL)
+        patch.setattr(signal, "signal", lambda number, handler: installed.append(number))
+        with stoppable() as stopping:
+            assert not stopping()
+    assert installed == [signal.SIGTERM] * 2

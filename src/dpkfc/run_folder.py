@@ -129,7 +129,11 @@ class Fingerprint:
 
 @contextmanager
 def stoppable() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C, or a request to terminate, waits for the step under way; a second one does not."""
+    """Ctrl-C, or a request to terminate, waits for the step under way; a second one does not.
+
+    A signal that is ignored stays ignored: that is what nohup, and `&` in a script, ask for. So does a handler that was
+    not installed from Python (None): it could not be put back.
+    """
     asked = False
 
     def ask(number: int, frame: Any) -> None:
@@ -141,7 +145,10 @@ def stoppable() -> Iterator[Callable[[], bool]]:
     if threading.current_thread() is not threading.main_thread():  # only there can signals be handled
         yield lambda: False
         return
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, ask)
     try:
         yield lambda: asked
     finally:
