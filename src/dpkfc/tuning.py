@@ -259,7 +259,7 @@ def _begin(study: Study, plan: Plan, ledger: Ledger | None, run_id: str | None, 
         raise PrivacyError(f"study {study.study_name!r} holds tries of another tuning: choose another name")
     if ledger is not None:
         run_id = uuid.uuid4().hex if run_id is None else run_id
-        if ledger.open_run(run_id, plan.mechanism):
+        if ledger.open_run(run_id, plan.mechanism, delta=plan.delta, unchecked=plan.unchecked):
             raise PrivacyError(
                 f"run {run_id!r} in {ledger.path} was charged for another tuning: go on with the storage of that one, "
                 "or choose another run_id"
