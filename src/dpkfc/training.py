@@ -127,7 +127,9 @@ def fit(
                 return False
             private = run.private
             lost = private.charged - private.steps
-            done = Trained(run.averaged.module, private.plan, run.recipe, private.epsilon(), private.steps, lost)
+            done = Trained(
+                run.averaged.module, private.plan, run.recipe, private.epsilon(), private.steps, lost, private._run
+            )
             release(loaded, built, settings, done, out, console)
             checkpoint.discard(out / "checkpoint")
             private.detach()
@@ -176,6 +178,7 @@ class Trained:
     epsilon: float
     steps: int
     lost_steps: int = 0  # charged as well, but killed before a checkpoint had them
+    run: str | None = None  # its name in the ledger
 
 
 def check(settings: Settings) -> None:
@@ -405,6 +408,7 @@ def release(
             "delta": plan.delta,
             "steps": steps,
             "lost_steps": lost,
+            "run": done.run,
             "records": plan.records,
             "batch_size": plan.batch_size,
             "noise_multiplier": plan.noise_multiplier,

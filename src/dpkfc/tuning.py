@@ -145,6 +145,7 @@ class Selected:
     score: float | None
     state_dict: Weights | None = field(repr=False)
     plan: Plan
+    run_id: str | None = None  # under which a ledger has the price
 
     @property
     def epsilon(self) -> float:
@@ -241,8 +242,8 @@ def tune_privately(
         ledger.close_run(begun["run_id"])
     best = _best(study)
     if best is None:
-        return Selected(None, None, None, plan)
-    return Selected(dict(best.params), _score(best), weights, plan)
+        return Selected(None, None, None, plan, begun["run_id"])
+    return Selected(dict(best.params), _score(best), weights, plan, begun["run_id"])
 
 
 def _begin(study: Study, plan: Plan, ledger: Ledger | None, run_id: str | None, key: bytes) -> dict[str, Any]:

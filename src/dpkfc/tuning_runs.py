@@ -22,6 +22,7 @@ from rich.table import Table
 from torch.utils.data import TensorDataset
 
 from dpkfc import tuning
+from dpkfc.accounting.rounding import round_up
 from dpkfc.accounting.selection import BestOf
 from dpkfc.data.records import Records, mark, on_device, split
 from dpkfc.data.sources import Loaded
@@ -237,9 +238,9 @@ def _markdown(work: Work, headings: list[str], rows: list[list[str]], command: s
     space = ", ".join(f"{name} {spread}" for name, spread in work.space.items())
     return (
         f"# The tries\n\n{markdown_table(headings, rows, left=0)}\n\nAccuracy on {len(work.validation):,} validation "
-        f"records, of a model trained at epsilon {work.settings.epsilon:g} on {len(work.train):,} others; {space}. The "
-        "best of many is in part luck. These records are taken as public: on private ones, neither the tries nor the "
-        f"choice would be covered by epsilon.\n\nFor private data of this kind:\n\n    {command}\n"
+        f"records, of a model trained at epsilon {round_up(work.settings.epsilon, 6)} on {len(work.train):,} others; "
+        f"{space}. The best of many is in part luck. These records are taken as public: on private ones, neither the "
+        f"tries nor the choice would be covered by epsilon.\n\nFor private data of this kind:\n\n    {command}\n"
     )
 
 
@@ -322,7 +323,7 @@ def priced(work: Work, best_of: BestOf) -> tuple[Recipe, Plan]:
     candidate = evaluate(found.arguments["noise"], Workload.sgd(momentum=found.momentum), **run)
     units, parameters = size(work.built.model)
     lr = found.noise_length * math.sqrt(units / parameters) / candidate.rmse
-    price = ("epsilon, delta", f"{settings.epsilon:g}, {run['delta']:.3g}", "the price of the whole tuning")
+    price = ("epsilon, delta", f"{round_up(settings.epsilon, 6)}, {run['delta']:.3g}", "the price of the whole tuning")
     arguments = {**found.arguments, "epsilon": settings.epsilon, "best_of": best_of}
     plan = replace(candidate.plan, geometry=found.arguments["geometry"].name)
     return replace(found, arguments=arguments, lr=lr, reasons=(price, *found.reasons[1:])), plan
@@ -354,5 +355,5 @@ def _release(work: Work, selected: tuning.Selected, found: Recipe, out: Path, co
         "settings": selected.settings,
         "score": f"{selected.score:.1f} right of {len(work.validation):,} {by}",
     }
-    done = Trained(work.built.model, plan, recipe, selected.epsilon, plan.steps)
+    done = Trained(work.built.model, plan, recipe, selected.epsilon, plan.steps, run=selected.run_id)
     release(work.loaded, work.built, work.settings, done, out, console, selection)
