@@ -142,7 +142,7 @@ def recipe(
         "steps": steps,
         "clip": CLIP,
         "epsilon": epsilon,
-        "delta": 0.1 / records if delta is None else delta,
+        "delta": usual_delta(records) if delta is None else delta,
     }
     workload = Workload.sgd(momentum=MOMENTUM)
     candidates = _candidates(records // batch_size) if noise == "auto" else [noise]
@@ -171,6 +171,11 @@ def recipe(
             ("averaged weights", f"decay {decay:.4g}", "the last tenth of the run; free post-processing"),
         ),
     )
+
+
+def usual_delta(records: int) -> float:
+    """A tenth of 1 / records: delta, where none is given."""
+    return 0.1 / records
 
 
 def size(model: nn.Module) -> tuple[int, int]:

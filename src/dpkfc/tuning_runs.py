@@ -31,7 +31,7 @@ from dpkfc.models.default import Built, build, default_model
 from dpkfc.noise.choose import evaluate
 from dpkfc.noise.workload import Workload
 from dpkfc.plan import Plan, batches
-from dpkfc.presets import EPOCHS, Recipe, size
+from dpkfc.presets import EPOCHS, Recipe, size, usual_delta
 from dpkfc.report.experiment_report import write_experiment_report
 from dpkfc.report.text import markdown_table
 from dpkfc.run import Private
@@ -47,6 +47,7 @@ from dpkfc.training import (
     inputs_of,
     joined,
     ledger_of,
+    public_count,
     release,
     steps_of,
 )
@@ -194,7 +195,7 @@ def publicly(work: Work, tries: int, config: dict[str, Any], out: Path, console:
     def objective(trial: Trial) -> float:
         settings = work.draw(trial)
         if settings.epochs not in recipes:
-            recipes[settings.epochs] = base_recipe(work.built, len(work.train), settings)
+            recipes[settings.epochs] = base_recipe(work.built, public_count(settings, len(work.train)), settings)
         found = adjusted(recipes[settings.epochs], settings)
         trial.set_user_attr("learning rate", found.lr)
         return work.right(work.run(found, trial.number)) / len(work.validation)
@@ -269,7 +270,7 @@ def privately(
         return private, float(work.right(private))
 
     try:
-        with ledger_of(work.settings) as ledger:
+        with ledger_of(work.settings, len(work.train)) as ledger:
             selected = tuning.tune_privately(
                 objective, plan=plan, storage=secret / "tuning.db", ledger=ledger, seed=work.settings.seed
             )
@@ -307,7 +308,7 @@ def priced(work: Work, best_of: BestOf) -> tuple[Recipe, Plan]:
     The recipe is asked at the epsilon that a single run with this noise would have, so that it chooses by the noise
     that there will be.
     """
-    settings, records = work.settings, len(work.train)
+    settings, records = work.settings, public_count(work.settings, len(work.train))
     expected, steps = batches(records, batch_size(records, settings), settings.epochs or EPOCHS, None)
     run: dict[str, Any] = {
         "records": records,
@@ -315,7 +316,7 @@ def priced(work: Work, best_of: BestOf) -> tuple[Recipe, Plan]:
         "steps": steps,
         "clip": 1.0,
         "epsilon": settings.epsilon,
-        "delta": 0.1 / records if settings.delta is None else settings.delta,
+        "delta": usual_delta(records) if settings.delta is None else settings.delta,
         "best_of": best_of,
     }
     alone = replace(Plan.make(**run), best_of=None, accountant="pld").epsilon()
