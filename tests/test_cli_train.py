@@ -300,3 +300,11 @@ def test_a_doctor_who_finds_noise_that_is_none(monkeypatch: pytest.MonkeyPatch) 
     done = run("doctor")
     assert done.exit_code == 1 and "do not train with this" in done.stdout
     assert "to mend: no-such-package, noise" in done.stdout
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_data_set_name_that_resembles_a_known_one_is_told_in_one_line() -> None:
+    assert run(*TABLE, *LEDGER, "--dataset", "people", "--out", "one").stderr == ""
+    other = run(*TABLE, *LEDGER, "--dataset", "People", "--out", "two")
+    assert other.exit_code == 0 and other.stderr.count("\n") == 1, other.stderr
+    assert other.stderr.startswith("dpkfc: data set 'People' is new") and "not composed" in other.stderr
