@@ -21,10 +21,11 @@ from dpkfc import experiments
 from dpkfc.accounting.calibrate import epsilon_spent
 from dpkfc.accounting.events import Mechanism
 from dpkfc.accounting.ledger import Ledger, LedgerRun
+from dpkfc.accounting.rounding import round_up
 from dpkfc.cli import EXPERIMENTS, app
 from dpkfc.experiments import demo as demo_experiment
 from dpkfc.experiments.order import Order
-from dpkfc.report.ledger_table import ledger_tables, upper
+from dpkfc.report.ledger_table import ledger_tables
 
 PLAN = Mechanism(1.0, 16.0, 100)
 STARTED = "2025-01-02T03:04:05+00:00"
@@ -72,13 +73,13 @@ def test_every_run_and_the_total_are_shown(path: Path, options: tuple[str, ...],
     assert code == 0
     first, second = PLAN.after(40), PLAN.after(2)
     cells = row(out, "first")
-    assert cells[2:] == ["40/100", "1", "16", upper(epsilon_spent([first], delta)), "closed"]
-    assert row(out, "second")[2:] == ["2/100", "1", "16", upper(epsilon_spent([second], delta)), "open"]
+    assert cells[2:] == ["40/100", "1", "16", round_up(epsilon_spent([first], delta)), "closed"]
+    assert row(out, "second")[2:] == ["2/100", "1", "16", round_up(epsilon_spent([second], delta)), "open"]
     assert row(out, "third")[2:] == ["1/7", "0.25", "0", "inf", "open"]
-    total = upper(epsilon_spent([first, second], delta))
+    total = round_up(epsilon_spent([first, second], delta))
     assert f"all runs composed: epsilon = {total} at delta = {delta:g}, add-or-remove-one" in out
     assert f"all runs composed: epsilon = inf at delta = {delta:g}, add-or-remove-one" in out
-    assert out.index("people (at delta") < out.index("houses (at delta")
+    assert out.index("people") < out.index("houses")
     assert ("assumed" in out) == (not options)
 
 
@@ -147,7 +148,7 @@ def test_python_m_dpkfc_is_the_same_program(path: Path) -> None:
 def test_names_are_shown_as_they_are(name: str) -> None:
     text = shown([LedgerRun(name, name, PLAN, 0, STARTED, False)], None)
     assert row(text, name)[:2] == [name, "2025-01-02 03:04"]
-    assert f"{name} (at delta = 1e-05, assumed" in text
+    assert text.startswith(f"{name} ") and "at delta = 1e-05" in text
 
 
 def test_a_narrow_terminal_still_shows_the_total_on_one_line() -> None:
@@ -155,17 +156,10 @@ def test_a_narrow_terminal_still_shows_the_total_on_one_line() -> None:
     assert "add-or-remove-one" in next(line for line in text.splitlines() if line.startswith("all runs composed"))
 
 
-@pytest.mark.parametrize(
-    ("epsilon", "text"), [(0.0, "0.000"), (1.0, "1.000"), (1.0001, "1.001"), (1.9999, "2.000"), (float("inf"), "inf")]
-)
-def test_epsilon_is_rounded_up(epsilon: float, text: str) -> None:
-    assert upper(epsilon) == text
-
-
 def test_a_correlated_run_shows_how_often_a_record_may_join() -> None:
     mechanism = Mechanism(0.25, 1.0, 40, True, 4)
     runs = [LedgerRun("r", "people", mechanism, 40, STARTED, False)]
-    assert "every 4" in shown(runs, 1e-5) and f"{upper(epsilon_spent([mechanism], 1e-5))}" in shown(runs, 1e-5)
+    assert "every 4" in shown(runs, 1e-5) and f"{round_up(epsilon_spent([mechanism], 1e-5))}" in shown(runs, 1e-5)
 
 
 def test_plan_compares_noises_and_states_the_privacy_of_the_best() -> None:

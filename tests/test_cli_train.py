@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
+import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from typer.testing import CliRunner
 
 import dpkfc
 from dpkfc import doctor, run_folder, training
+from dpkfc.accounting.ledger import read
 from dpkfc.cli import app
 
 SCHEMA = '{"age": [0, 100], "sex": ["f", "m"], "ill": ["no", "yes"]}'
 QUICK = ("--epsilon", 3, "--delta", "1e-3", "--epochs", 1, "--batch-size", 20, "--noise", "independent", "--test", 0)
+LEDGER = ("--ledger", "privacy.db")
 EPSILON = cache(dpkfc.Plan.epsilon)
 RNG = np.random.default_rng(0)
 
@@ -179,6 +182,19 @@ def test_ctrl_c_after_the_last_step_loses_nothing(monkeypatch: pytest.MonkeyPatc
         (("train", "people.csv", *QUICK, "--device", "toaster"), "--device toaster cannot be used"),
         (("train", "people.csv", *QUICK, "--lr", 1, "--rho", 1), "--lr and --rho"),
         (("train", "people.csv", *QUICK, "--seed", 10**23), "--seed 100000000000000000000000"),
+        (("train", "people.csv", *QUICK, "--budget", 8), "kept in a ledger: give --ledger FILE too"),
+        (("train", "people.csv", *QUICK, *LEDGER, "--budget", 0), "--budget 0: give EPSILON or EPSILON,DELTA"),
+        (("train", "people.csv", *QUICK, *LEDGER, "--budget", -1), "--budget -1: give EPSILON"),
+        (("train", "people.csv", *QUICK, *LEDGER, "--budget", "nan"), "--budget nan: give EPSILON"),
+        (("train", "people.csv", *QUICK, *LEDGER, "--budget", "inf"), "--budget inf: give EPSILON"),
+        (("train", "people.csv", *QUICK, *LEDGER, "--budget", "much"), "--budget much: give EPSILON"),
+        (("train", "people.csv", *QUICK, *LEDGER, "--budget", "8,"), "--budget 8,: give EPSILON"),
+        (("train", "people.csv", *QUICK, *LEDGER, "--budget", "8,0"), "--budget 8,0: give EPSILON"),
+        (("train", "people.csv", *QUICK, *LEDGER, "--budget", "8,1e-5,3"), "--budget 8,1e-5,3: give EPSILON"),
+        (("train", "people.csv", *QUICK, *LEDGER, "--budget", 2), "--budget 2 for all runs together is less than"),
+        (("train", "people.csv", *QUICK, *LEDGER, "--budget", "2,1e-3"), "--budget 2 for all runs together is less"),
+        (("train", "people.csv", *QUICK, "--records", 3), "--records 3: the public number of training records"),
+        (("train", "people.csv", *QUICK, "--records", -60), "--records -60: the public number"),
         (("demo", "--seed", -1), "--seed -1"),
         (("reproduce", "bsr-error", "--seed", 10**23), "--seed 100000000000000000000000"),
         (("train", "people.csv", *QUICK, "--out", "people.csv"), "--out people.csv: people.csv is a file"),
@@ -194,7 +210,61 @@ def test_an_error_is_one_line_and_spends_nothing(arguments: tuple[object, ...], 
     done = run(*arguments)
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
     assert done.stderr.startswith("dpkfc: ") and message in done.stderr
-    assert not Path("runs").exists()
+    assert not Path("runs").exists() and not Path("privacy.db").exists()
+
+
+TABLE = ("train", "people.csv", "--target", "ill", "--schema", "schema.json", *QUICK)
+
+
+@pytest.mark.parametrize(("budget", "delta"), [("3.5", 1e-3), ("3.5,1e-3", 1e-3)])
+def test_a_budget_for_all_runs_is_kept_in_the_ledger(budget: str, delta: float) -> None:
+    first = run(*TABLE, *LEDGER, "--budget", budget, "--out", "first")
+    assert first.exit_code == 0, first.output
+    assert json.loads(Path("first/config.json").read_text())["settings"]["budget"][0] == 3.5
+    with closing(sqlite3.connect("privacy.db")) as db:
+        assert db.execute("SELECT * FROM budgets").fetchall() == [("people", 3.5, delta)]
+    second = run(*TABLE, *LEDGER, "--out", "second")
+    assert second.exit_code == 2 and "3.5 is allowed" in second.stderr
+    assert not Path("second").exists()
+    third = run(*TABLE, *LEDGER, "--budget", "9,1e-3", "--out", "third")
+    assert third.exit_code == 2 and "a budget stays" in third.stderr
+    again = run(*TABLE, *LEDGER, "--budget", budget, "--out", "first")
+    assert again.exit_code == 0 and "this run is finished" in again.stdout
+
+
+def test_the_delta_of_a_budget_is_that_of_the_recipe() -> None:
+    options = [option for option in TABLE if option not in ("--delta", "1e-3")]
+    done = run(*options, *LEDGER, "--budget", 9)
+    assert done.exit_code == 0, done.output
+    plan = json.loads(Path("runs/people/plan.json").read_text())
+    with closing(sqlite3.connect("privacy.db")) as db:
+        assert db.execute("SELECT epsilon, delta FROM budgets").fetchall() == [(9.0, plan["delta"])]
+
+
+def test_a_stated_number_of_records_hides_the_true_one() -> None:
+    """Everything that is planned and released depends on the stated number alone."""
+    lines = Path("people.csv").read_text().splitlines()
+    options = [option for option in TABLE if option not in ("--delta", "1e-3", "--batch-size", 20)]
+    for name, kept in (("all", 61), ("one-less", 60)):
+        Path("people.csv").write_text("\n".join(lines[:kept]))
+        done = run(*options, "--records", 64, "--out", name)
+        assert done.exit_code == 0, done.output
+    for file in ("plan.json", "config.json"):
+        assert Path("all", file).read_text() == Path("one-less", file).read_text()
+    results = [json.loads(Path(name, "result.json").read_text()) for name in ("all", "one-less")]
+    assert {**results[0], "run": ""} == {**results[1], "run": ""}
+    assert results[0]["records"] == 64 and "records" not in json.loads(Path("all/plan.json").read_text())["unchecked"]
+    assert "number of records that was stated" in Path("all/report.html").read_text()
+    Path("people.csv").write_text("\n".join(lines))
+    assert run(*options, "--out", "counted").exit_code == 0
+    assert "records" in json.loads(Path("counted/plan.json").read_text())["unchecked"]
+
+
+def test_the_result_names_the_run_of_the_ledger() -> None:
+    assert run(*TABLE, *LEDGER).exit_code == 0
+    (known,) = read("privacy.db")
+    assert json.loads(Path("runs/people/result.json").read_text())["run"] == known.run_id
+    assert "is wrong" not in Path("runs/people/report.html").read_text()
 
 
 def test_data_sets_that_go_by_a_name_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,3 +302,11 @@ def test_a_doctor_who_finds_noise_that_is_none(monkeypatch: pytest.MonkeyPatch) 
     done = run("doctor")
     assert done.exit_code == 1 and "do not train with this" in done.stdout
     assert "to mend: no-such-package, noise" in done.stdout
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_data_set_name_that_resembles_a_known_one_is_told_in_one_line() -> None:
+    assert run(*TABLE, *LEDGER, "--dataset", "people", "--out", "one").stderr == ""
+    other = run(*TABLE, *LEDGER, "--dataset", "People", "--out", "two")
+    assert other.exit_code == 0 and other.stderr.count("\n") == 1, other.stderr
+    assert other.stderr.startswith("dpkfc: data set 'People' is new") and "not composed" in other.stderr

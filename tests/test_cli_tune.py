@@ -128,6 +128,25 @@ def test_only_the_best_private_try_is_left(tried: list[float]) -> None:
     assert other.exit_code == 2 and "another" in other.stderr and "tuning" in other.stderr
 
 
+def test_a_budget_caps_the_tunings_of_a_data_set(tried: list[float]) -> None:
+    first = run(*PRIVATE, "--ledger", "privacy.db", "--budget", "3.5,1e-3")
+    assert first.exit_code == 0, first.output
+    (charged,) = read(Path("privacy.db"))
+    assert charged.delta == json.loads(Path("run/plan.json").read_text())["delta"] == 1e-3
+    assert json.loads(Path("run/result.json").read_text())["run"] == charged.run_id
+    assert "is wrong" not in Path("run/report.html").read_text()
+    second = run(*PRIVATE, "--ledger", "privacy.db", "--out", "second")
+    assert second.exit_code == 2 and "3.5 is allowed" in second.stderr and not Path("second").exists()
+    for options, message in (
+        ((*PRIVATE, "--budget", 8), "give --ledger FILE too"),
+        ((*PRIVATE, "--ledger", "other.db", "--budget", "x"), "--budget x: give EPSILON"),
+        ((*PUBLIC, "--budget", 8), "leave out --ledger, --budget"),
+    ):
+        refused = run(*options)
+        assert refused.exit_code == 2 and message in refused.stderr
+    assert not Path("other.db").exists()
+
+
 def test_the_released_weights_are_those_of_the_best_try(tried: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     kept: dict[float, dict[str, torch.Tensor]] = {}
     run_ = tuning_runs.Work.run

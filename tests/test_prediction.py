@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import py_compile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -194,3 +197,70 @@ def test_records_that_the_run_cannot_read() -> None:
 def test_help_says_what_is_free_and_what_is_not() -> None:
     shown = " ".join(run("predict", "--help").stdout.split())
     assert "they cost no budget" in shown and "not covered by epsilon" in shown and "dpkfc predict runs/people" in shown
+
+
+MARKS = """
+from pathlib import Path
+
+import torch
+
+Path("marker").touch()
+
+
+def net(shape, classes):
+    return torch.nn.Linear(*shape, classes)
+"""
+
+
+@pytest.fixture
+def marker(folder: Path) -> Path:
+    """A run with a model of one's own, whose file leaves a marker whenever it is run."""
+    Path("net.py").write_text(MARKS)
+    assert fit(people(), replace(SETTINGS, model="net.py:net"), Path("run"), console=QUIET)
+    marker = Path("marker")
+    marker.unlink()
+    return marker
+
+
+def edit_config(**changes: Any) -> None:
+    file = Path("run/config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_a_changed_model_file_is_refused_before_it_is_run(marker: Path) -> None:
+    original = Path("net.py").read_text()
+    Path("net.py").write_text(original + "\n# changed\n")
+    for use in (lambda: restore("run"), lambda: restore("run", people()), lambda: predict("run", "people.csv")):
+        with pytest.raises(dpkfc.PrivacyError, match=r"net\.py:net has changed since the run, and was not run"):
+            use()
+    assert run("predict", "run", "people.csv").exit_code == 2
+    assert not marker.exists()
+    Path("net.py").write_text(original)
+    assert len(predict("run", "people.csv")) == 60
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("code", [None, "", 3])
+def test_a_model_file_without_a_digest_is_refused_before_it_is_run(marker: Path, code: Any) -> None:
+    edit_config(code=code)
+    with pytest.raises(dpkfc.PrivacyError, match="without a digest"):
+        predict("run", "people.csv")
+    assert not marker.exists()
+
+
+def test_a_config_that_names_another_file_is_refused_before_it_is_run(marker: Path) -> None:
+    Path("other.py").write_text(MARKS + "\n")
+    settings = json.loads(Path("run/config.json").read_text())["settings"]
+    edit_config(settings={**settings, "model": "other.py:net"})
+    with pytest.raises(dpkfc.PrivacyError, match="has changed since the run"):
+        predict("run", "people.csv")
+    assert not marker.exists()
+
+
+def test_compiled_code_beside_the_file_is_not_run(marker: Path) -> None:
+    """Python would run it instead of the file, whatever the file's digest is."""
+    compiled = importlib.util.cache_from_source("net.py")
+    Path("evil.py").write_text("raise SystemExit('evil')")
+    mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    py_compile.compile("evil.py", cfile=compiled, dfile="net.py", invalidation_mode=mode)
+    assert len(predict("run", "people.csv")) == 60

@@ -138,12 +138,16 @@ def plan(
 def ledger(
     path: Annotated[Path, typer.Argument(help="The ledger's file.", show_default=False)],
     delta: Annotated[
-        float | None, typer.Option(help="The delta at which epsilon is stated.", show_default="1e-5")
+        float | None,
+        typer.Option(
+            help="The delta at which the total is stated.", show_default="the smallest of the data set's runs"
+        ),
     ] = None,
 ) -> None:
     """Show every run in a ledger, and the epsilon that all runs on a data set come to together.
 
-    The ledger is only read, and may be in use.
+    Each run is shown at its own delta. Below the table stands what nobody checked of a run. The ledger is only read,
+    and may be in use.
 
     [bold]Examples[/bold]
 

@@ -71,6 +71,25 @@ DatasetName = Annotated[
     str | None,
     typer.Option("--dataset", help="The name of these people's data in the ledger.", show_default="SOURCE's name"),
 ]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        metavar="EPSILON[,DELTA]",
+        help="The cap for all runs on these people's data together, as in 8,1e-5. It is kept in the ledger, and a run "
+        "that would exceed it is refused. DELTA is the run's if left out.",
+        show_default="none, or what the ledger keeps",
+    ),
+]
+RecordCount = Annotated[
+    int | None,
+    typer.Option(
+        "--records",
+        help="The number of training records, stated as public: batch size, steps and noise follow from it, and the "
+        "true number stays private.",
+        show_default="the true number, taken as public",
+    ),
+]
 Out = Annotated[Path | None, typer.Option(help="The folder of the run.", show_default="runs/SOURCE's name")]
 Seed = Annotated[int | None, typer.Option(help="For experiments only: by default noise is secret.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
@@ -113,6 +132,8 @@ def train(
     physical_batch_size: PhysicalBatchSize = 512,
     ledger: LedgerFile = None,
     dataset: DatasetName = None,
+    budget: Budget = None,
+    records: RecordCount = None,
     out: Out = None,
     seed: Seed = None,
     device: Device = "cpu",
@@ -129,6 +150,10 @@ def train(
     [cyan]dpkfc train reviews.csv --text review --target stars --classes 1,2,3,4,5 --epsilon 3[/cyan]
 
     [cyan]dpkfc train photos/ --size 32 --epsilon 3 --ledger privacy.db --dataset patients[/cyan]
+
+    [cyan]dpkfc train people.csv --target ill --schema schema.json --epsilon 3 --ledger spent.db --budget 8,1e-6[/cyan]
+
+    [cyan]dpkfc train people.csv --target ill --schema schema.json --epsilon 3 --records 10000[/cyan]
 
     [cyan]dpkfc train scans.npz --model net.py:network --epochs 30 --epsilon 1 --out runs/scans[/cyan]
 
@@ -155,6 +180,8 @@ def train(
         physical_batch_size=physical_batch_size,
         ledger=None if ledger is None else str(ledger),
         dataset=(dataset or name) if ledger is not None else None,
+        budget=None if budget is None else training.read_budget(budget),
+        records=records,
         seed=seed,
         device=device,
     )
@@ -162,7 +189,7 @@ def train(
     out = out or Path("runs") / name
     check_folder(out)
     loaded = load_source(source, options, console)
-    show_remarks(loaded, seed, console)
+    show_remarks(loaded, seed, console, records)
     try:
         done = training.fit(loaded, settings, out, console=console)
     except KeyboardInterrupt:  # a second Ctrl-C, or one before the first step or after the last
@@ -283,8 +310,8 @@ def name_of(source: str) -> str:
     return Path(source).name.split(".")[0] or "data"
 
 
-def show_remarks(loaded: Loaded, seed: int | None, console: Console) -> None:
-    for remark in loaded.remarks:
+def show_remarks(loaded: Loaded, seed: int | None, console: Console, records: int | None = None) -> None:
+    for remark in loaded.all_remarks(records):
         console.print(Text(f"- {remark}"), soft_wrap=True)
     if seed is not None:
         console.print(Text("- with a seed whoever knows it can take the noise away: for experiments only"))
@@ -397,7 +424,7 @@ def _describe(source: str, loaded: Loaded, console: Console) -> None:
     table.add_row("shape", " x ".join(map(str, loaded.shape)))
     table.add_row("classes", Text(f"{loaded.classes}: {', '.join(loaded.names)}"))
     table.add_row("default model", default_model(loaded.kind, loaded.shape))
-    for remark in loaded.remarks:
+    for remark in loaded.all_remarks():
         table.add_row("note", Text(remark))
     counts = loaded.train.tensors[1].bincount(minlength=loaded.classes).tolist()
     shown = ", ".join(f"{name} {count:,}" for name, count in zip(loaded.names, counts, strict=True))

@@ -68,6 +68,7 @@ def tune(
     physical_batch_size: options.PhysicalBatchSize = 512,
     ledger: options.LedgerFile = None,
     dataset: options.DatasetName = None,
+    budget: options.Budget = None,
     out: Annotated[
         Path | None, typer.Option(help="The folder of the tuning.", show_default="runs/SOURCE's name-tuning")
     ] = None,
@@ -85,6 +86,8 @@ def tune(
 
     [cyan]dpkfc tune people.csv --target ill --schema schema.json --epsilon 3 --ledger privacy.db[/cyan]
 
+    [cyan]dpkfc tune people.csv --target ill --schema schema.json --epsilon 3 --ledger privacy.db --budget 8[/cyan]
+
     [cyan]dpkfc tune scans.npz --epsilon 3 --rho 1,4 --clip 0.3,3 --validation public-scans.npz[/cyan]
 
     [cyan]dpkfc tune fashion-mnist --public --epsilon 3 --tries 30 --epochs 5,40[/cyan]
@@ -96,8 +99,10 @@ def tune(
 
     console, name = Console(), options.name_of(source)
     fixed, space = _space(rho, lr, clip, epochs)
-    if public and (ledger is not None or score_noise is not None):
-        raise PrivacyError("--public says that the data needs no protection: leave out --ledger and --score-noise")
+    if public and not (ledger is None and budget is None and score_noise is None):
+        raise PrivacyError(
+            "--public says that the data needs no protection: leave out --ledger, --budget and --score-noise"
+        )
     if not public and "epochs" in space:
         raise PrivacyError("--epochs: the price is that of a fixed number of steps. Give one number, or tune --public")
     settings = training.Settings(
@@ -111,6 +116,7 @@ def tune(
         physical_batch_size=physical_batch_size,
         ledger=None if ledger is None else str(ledger),
         dataset=(dataset or name) if ledger is not None else None,
+        budget=None if budget is None else training.read_budget(budget),
         seed=seed,
         device=device,
     )

@@ -23,6 +23,7 @@ from torch.utils.data import TensorDataset
 
 from dpkfc.accounting.events import Mechanism
 from dpkfc.accounting.ledger import Ledger
+from dpkfc.accounting.rounding import round_up
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.kfc import KFC
 from dpkfc.losses import cross_entropy
@@ -167,4 +168,4 @@ def _smoke() -> str:
         optimizer.zero_grad()
     if private.steps != 2 or not bool(model.weight.isfinite().all()) or bool((model.weight == before).any()):
         raise PrivacyError("two private steps did not change every weight to a finite number")
-    return f"2 steps of DP-KFC, epsilon = {private.epsilon():.3f}, in {time.perf_counter() - begun:.1f} s"
+    return f"2 steps of DP-KFC, epsilon = {round_up(private.epsilon())}, in {time.perf_counter() - begun:.1f} s"

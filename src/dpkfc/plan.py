@@ -17,6 +17,7 @@ from rich.table import Table
 
 from dpkfc.accounting.calibrate import Accountant, calibrate_noise, epsilon_spent
 from dpkfc.accounting.events import Mechanism
+from dpkfc.accounting.rounding import round_up
 from dpkfc.accounting.selection import BestOf
 from dpkfc.clipping import MARGIN, SMALLEST_CLIP, SMALLEST_GAMMA, Automatic
 from dpkfc.errors import PrivacyError
@@ -205,9 +206,9 @@ class Plan:
             ("what is protected", f"one record: whether it is in the data set or not ({self.neighbouring})"),
             (
                 "epsilon",
-                f"{self.epsilon():.4g} after all {self.steps} steps"
+                f"{round_up(self.epsilon())} after all {self.steps} steps"
                 + ("" if self.best_of is None else ", the selection included")
-                + (f" (target {self.target_epsilon:g})" if self.target_epsilon is not None else "")
+                + (f" (target {round_up(self.target_epsilon, 6)})" if self.target_epsilon is not None else "")
                 + ("" if self.public_geometry else ": the geometry was built from the private records"),
             ),
             ("delta", f"{self.delta:.3g} (1/N = {1 / self.records:.3g})"),

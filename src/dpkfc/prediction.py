@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dpkfc.data.sources import Loaded
 from dpkfc.data.unlabelled import kind_of, probe_of, read_inputs
 from dpkfc.errors import PrivacyError
-from dpkfc.models.default import Built, build
+from dpkfc.models.default import Built, build, is_own
 
 PART = 500  # records at once
 MATTERS = ("limits", "indicators", "tokenizer")  # of how data was loaded, besides the schema
@@ -58,11 +58,13 @@ def restore(run_directory: str | Path, loaded: Loaded | None = None) -> nn.Modul
     if loaded is not None:
         _check_agreement(folder, config, loaded)
     kind, probe = (kind_of(config), probe_of(config)) if loaded is None else (loaded.kind, loaded.probe)
-    built = build(config["settings"]["model"], kind, tuple(config["shape"]), len(config["classes"]), probe)
-    if built.code != config.get("code"):
+    name, code = config["settings"]["model"], config.get("code")
+    if is_own(name) and not (isinstance(code, str) and code):
         raise PrivacyError(
-            f"{folder}: the file of the model {built.name} has changed since the run: restore it as it was"
+            f"{folder}/config.json names the model {name} without a digest of its file (\"code\"), so nobody can tell "
+            "whether it is the file that was trained with; it was not run. Restore config.json as the run wrote it"
         )
+    built = build(name, kind, tuple(config["shape"]), len(config["classes"]), probe, code)
     try:
         load_model(built.model, str(folder / "model.safetensors"))
     except Exception as problem:  # of safetensors, or of torch where sizes differ

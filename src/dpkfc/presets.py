@@ -28,6 +28,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from dpkfc.accounting.rounding import round_up
 from dpkfc.check import check_model
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.identity import Geometry
@@ -141,7 +142,7 @@ def recipe(
         "steps": steps,
         "clip": CLIP,
         "epsilon": epsilon,
-        "delta": 0.1 / records if delta is None else delta,
+        "delta": usual_delta(records) if delta is None else delta,
     }
     workload = Workload.sgd(momentum=MOMENTUM)
     candidates = _candidates(records // batch_size) if noise == "auto" else [noise]
@@ -160,7 +161,7 @@ def recipe(
         decay=decay,
         noise_length=noise_length,
         reasons=(
-            ("epsilon, delta", f"{epsilon:g}, {run['delta']:.3g}", "given, or a tenth of 1 / records"),
+            ("epsilon, delta", f"{round_up(epsilon, 6)}, {run['delta']:.3g}", "given, or a tenth of 1 / records"),
             ("batch size", f"{batch_size}", f"{steps} steps in {epochs:g} passes over {records} records"),
             ("geometry", geometry.name, "probes tell which gradients are large; none of the records do"),
             ("clip", f"{CLIP:g}", "most mapped gradients are longer, so it only sets the scale of the rate"),
@@ -170,6 +171,11 @@ def recipe(
             ("averaged weights", f"decay {decay:.4g}", "the last tenth of the run; free post-processing"),
         ),
     )
+
+
+def usual_delta(records: int) -> float:
+    """A tenth of 1 / records: delta, where none is given."""
+    return 0.1 / records
 
 
 def size(model: nn.Module) -> tuple[int, int]:

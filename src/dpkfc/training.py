@@ -42,7 +42,7 @@ from dpkfc.noise.independent import Independent
 from dpkfc.plan import Plan
 from dpkfc.prediction import predict as predict
 from dpkfc.prediction import restore as restore
-from dpkfc.presets import EPOCHS, STEPS, Recipe, recipe
+from dpkfc.presets import EPOCHS, STEPS, Recipe, recipe, usual_delta
 from dpkfc.private import make_private
 from dpkfc.report.progress import bar
 from dpkfc.report.run_report import draw_pictures, lost_steps, result_table, write_report
@@ -80,6 +80,8 @@ class Settings:
     physical_batch_size: int = 512
     ledger: str | None = None
     dataset: str | None = None  # its name in the ledger
+    budget: tuple[float, float | None] | None = None  # epsilon and delta of all runs in the ledger; None: the run's
+    records: int | None = None  # their public number; None: that of the training records is taken as public
     seed: int | None = None
     device: str = "cpu"
 
@@ -121,13 +123,15 @@ def fit(
             console.print("this run is finished; for a new one choose another --out")
             checkpoint.discard(out / "checkpoint")  # a secret, if the last moment was interrupted
             return True
-        with ledger_of(settings) as ledger:
+        with ledger_of(settings, len(loaded.train)) as ledger:
             run = _start(loaded, built, settings, ledger, console)
             if not _train(run, out, config, resumed, console, on_step):
                 return False
             private = run.private
             lost = private.charged - private.steps
-            done = Trained(run.averaged.module, private.plan, run.recipe, private.epsilon(), private.steps, lost)
+            done = Trained(
+                run.averaged.module, private.plan, run.recipe, private.epsilon(), private.steps, lost, private._run
+            )
             release(loaded, built, settings, done, out, console)
             checkpoint.discard(out / "checkpoint")
             private.detach()
@@ -176,6 +180,7 @@ class Trained:
     epsilon: float
     steps: int
     lost_steps: int = 0  # charged as well, but killed before a checkpoint had them
+    run: str | None = None  # its name in the ledger
 
 
 def check(settings: Settings) -> None:
@@ -185,6 +190,12 @@ def check(settings: Settings) -> None:
         if value is not None and not 0 < value < float("inf"):
             raise PrivacyError(f"--{what} {value:g}: must be a positive number")
     check_seed(settings.seed)
+    check_budget(settings)
+    if settings.records is not None and settings.records < FEWEST:
+        raise PrivacyError(
+            f"--records {settings.records}: the public number of training records, at least {FEWEST}; thousands to "
+            "learn much"
+        )
     if settings.lr is not None and settings.rho is not None:
         raise PrivacyError("--lr and --rho both say how large steps are: give one of them")
     if settings.batch_size is not None and settings.batch_size < FEWEST:
@@ -200,6 +211,40 @@ def check(settings: Settings) -> None:
     if settings.noise not in ("auto", "independent"):
         raise PrivacyError(f"--noise {settings.noise}: choose auto or independent")
     check_device(settings.device)
+
+
+def read_budget(text: str) -> tuple[float, float | None]:
+    """EPSILON or EPSILON,DELTA of --budget.
+
+    >>> read_budget("8,1e-5"), read_budget("8")
+    ((8.0, 1e-05), (8.0, None))
+    """
+    try:
+        epsilon, *rest = [float(part) for part in text.split(",")]
+    except ValueError:
+        epsilon, rest = float("nan"), []
+    delta = rest[0] if rest else None
+    if not 0 < epsilon < float("inf") or len(rest) > 1 or (delta is not None and not 0 < delta < 1):
+        raise PrivacyError(
+            f"--budget {text}: give EPSILON or EPSILON,DELTA, as in --budget 8,1e-5: epsilon positive and finite, "
+            "delta between 0 and 1"
+        )
+    return epsilon, delta
+
+
+def check_budget(settings: Settings) -> None:
+    """Refuse one that is kept nowhere, or that this run alone exceeds."""
+    if settings.budget is None:
+        return
+    epsilon, delta = settings.budget
+    read_budget(f"{epsilon}" if delta is None else f"{epsilon},{delta}")
+    if settings.ledger is None:
+        raise PrivacyError("--budget is the cap for all runs together, and is kept in a ledger: give --ledger FILE too")
+    if epsilon < settings.epsilon and delta in (None, settings.delta):
+        raise PrivacyError(
+            f"--budget {epsilon:g} for all runs together is less than --epsilon {settings.epsilon:g} of this one: give "
+            "a smaller --epsilon, or a larger budget if none is kept yet"
+        )
 
 
 def check_seed(seed: int | None) -> None:
@@ -227,10 +272,15 @@ def _start(loaded: Loaded, built: Built, settings: Settings, ledger: Ledger | No
     """All that can be refused is refused here, before anything is spent."""
     model = built.model.to(settings.device).train()
     with console.status("calibrating the noise"):
-        found = adjusted(base_recipe(built, len(loaded.train), settings), settings)
+        found = adjusted(base_recipe(built, public_count(settings, len(loaded.train)), settings), settings)
     data = on_device(inputs_of(loaded.train, built, console, "training records"), settings.device)
     private, averaged = joined(model, found, data, settings, settings.seed, ledger)
     return Run(private, averaged, found, Fingerprint.of(loaded.train))
+
+
+def public_count(settings: Settings, records: int) -> int:
+    """The number of records that everything is computed from: the stated one, or that of the data."""
+    return records if settings.records is None else settings.records
 
 
 def base_recipe(built: Built, records: int, settings: Settings) -> Recipe:
@@ -296,6 +346,7 @@ def joined(
         seed=seed,
         ledger=ledger,
         loss=cross_entropy,
+        records=settings.records,
         max_physical_batch_size=settings.physical_batch_size,
     )
     private.after_step(lambda: averaged.update_parameters(model))
@@ -313,9 +364,18 @@ def steps_of(private: Private) -> Iterator[int]:
             yield private.steps
 
 
-def ledger_of(settings: Settings) -> AbstractContextManager[Ledger | None]:
-    """It is closed at the end, so that SQLite leaves no files beside it."""
-    return nullcontext() if settings.ledger is None else closing(Ledger(settings.ledger, settings.dataset or "data"))
+def ledger_of(settings: Settings, records: int) -> AbstractContextManager[Ledger | None]:
+    """It is closed at the end, so that SQLite leaves no files beside it.
+
+    A budget without a delta has the delta of the run, over `records` training records.
+    """
+    if settings.ledger is None:
+        return nullcontext()
+    budget = None
+    if settings.budget is not None:
+        epsilon, delta = settings.budget
+        budget = epsilon, delta or settings.delta or usual_delta(public_count(settings, records))
+    return closing(Ledger(settings.ledger, settings.dataset or "data", budget=budget))
 
 
 def inputs_of(data: TensorDataset, built: Built, console: Console, what: str) -> TensorDataset:
@@ -405,6 +465,7 @@ def release(
             "delta": plan.delta,
             "steps": steps,
             "lost_steps": lost,
+            "run": done.run,
             "records": plan.records,
             "batch_size": plan.batch_size,
             "noise_multiplier": plan.noise_multiplier,
@@ -414,7 +475,7 @@ def release(
             "model": built.name,
             "parameters": sum(p.numel() for p in model.parameters()),
             "recipe": [list(row) for row in done.recipe.reasons],
-            "remarks": list(loaded.remarks),
+            "remarks": list(loaded.all_remarks(settings.records)),
             "selection": None if selection is None else dict(selection),
             "test": test,
         },

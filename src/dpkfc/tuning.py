@@ -146,6 +146,7 @@ class Selected:
     score: float | None
     state_dict: Weights | None = field(repr=False)
     plan: Plan
+    run_id: str | None = None  # under which a ledger has the price
 
     @property
     def epsilon(self) -> float:
@@ -242,8 +243,8 @@ def tune_privately(
         ledger.close_run(begun["run_id"])
     best = _best(study)
     if best is None:
-        return Selected(None, None, None, plan)
-    return Selected(dict(best.params), _score(best), weights, plan)
+        return Selected(None, None, None, plan, begun["run_id"])
+    return Selected(dict(best.params), _score(best), weights, plan, begun["run_id"])
 
 
 def _begin(study: Study, plan: Plan, ledger: Ledger | None, run_id: str | None, key: bytes) -> dict[str, Any]:
@@ -260,7 +261,7 @@ def _begin(study: Study, plan: Plan, ledger: Ledger | None, run_id: str | None, 
         raise PrivacyError(f"study {study.study_name!r} holds tries of another tuning: choose another name")
     if ledger is not None:
         run_id = uuid.uuid4().hex if run_id is None else run_id
-        if ledger.open_run(run_id, plan.mechanism):
+        if ledger.open_run(run_id, plan.mechanism, delta=plan.delta, unchecked=plan.unchecked):
             raise PrivacyError(
                 f"run {run_id!r} in {ledger.path} was charged for another tuning: go on with the storage of that one, "
                 "or choose another run_id"

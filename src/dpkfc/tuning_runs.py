@@ -22,6 +22,7 @@ from rich.table import Table
 from torch.utils.data import TensorDataset
 
 from dpkfc import tuning
+from dpkfc.accounting.rounding import round_up
 from dpkfc.accounting.selection import BestOf
 from dpkfc.data.records import Records, mark, on_device, split
 from dpkfc.data.sources import Loaded
@@ -30,7 +31,7 @@ from dpkfc.models.default import Built, build, default_model
 from dpkfc.noise.choose import evaluate
 from dpkfc.noise.workload import Workload
 from dpkfc.plan import Plan, batches
-from dpkfc.presets import EPOCHS, Recipe, size
+from dpkfc.presets import EPOCHS, Recipe, size, usual_delta
 from dpkfc.report.experiment_report import write_experiment_report
 from dpkfc.report.text import markdown_table
 from dpkfc.run import Private
@@ -46,6 +47,7 @@ from dpkfc.training import (
     inputs_of,
     joined,
     ledger_of,
+    public_count,
     release,
     steps_of,
 )
@@ -193,7 +195,7 @@ def publicly(work: Work, tries: int, config: dict[str, Any], out: Path, console:
     def objective(trial: Trial) -> float:
         settings = work.draw(trial)
         if settings.epochs not in recipes:
-            recipes[settings.epochs] = base_recipe(work.built, len(work.train), settings)
+            recipes[settings.epochs] = base_recipe(work.built, public_count(settings, len(work.train)), settings)
         found = adjusted(recipes[settings.epochs], settings)
         trial.set_user_attr("learning rate", found.lr)
         return work.right(work.run(found, trial.number)) / len(work.validation)
@@ -237,9 +239,9 @@ def _markdown(work: Work, headings: list[str], rows: list[list[str]], command: s
     space = ", ".join(f"{name} {spread}" for name, spread in work.space.items())
     return (
         f"# The tries\n\n{markdown_table(headings, rows, left=0)}\n\nAccuracy on {len(work.validation):,} validation "
-        f"records, of a model trained at epsilon {work.settings.epsilon:g} on {len(work.train):,} others; {space}. The "
-        "best of many is in part luck. These records are taken as public: on private ones, neither the tries nor the "
-        f"choice would be covered by epsilon.\n\nFor private data of this kind:\n\n    {command}\n"
+        f"records, of a model trained at epsilon {round_up(work.settings.epsilon, 6)} on {len(work.train):,} others; "
+        f"{space}. The best of many is in part luck. These records are taken as public: on private ones, neither the "
+        f"tries nor the choice would be covered by epsilon.\n\nFor private data of this kind:\n\n    {command}\n"
     )
 
 
@@ -268,7 +270,7 @@ def privately(
         return private, float(work.right(private))
 
     try:
-        with ledger_of(work.settings) as ledger:
+        with ledger_of(work.settings, len(work.train)) as ledger:
             selected = tuning.tune_privately(
                 objective, plan=plan, storage=secret / "tuning.db", ledger=ledger, seed=work.settings.seed
             )
@@ -306,7 +308,7 @@ def priced(work: Work, best_of: BestOf) -> tuple[Recipe, Plan]:
     The recipe is asked at the epsilon that a single run with this noise would have, so that it chooses by the noise
     that there will be.
     """
-    settings, records = work.settings, len(work.train)
+    settings, records = work.settings, public_count(work.settings, len(work.train))
     expected, steps = batches(records, batch_size(records, settings), settings.epochs or EPOCHS, None)
     run: dict[str, Any] = {
         "records": records,
@@ -314,7 +316,7 @@ def priced(work: Work, best_of: BestOf) -> tuple[Recipe, Plan]:
         "steps": steps,
         "clip": 1.0,
         "epsilon": settings.epsilon,
-        "delta": 0.1 / records if settings.delta is None else settings.delta,
+        "delta": usual_delta(records) if settings.delta is None else settings.delta,
         "best_of": best_of,
     }
     alone = replace(Plan.make(**run), best_of=None, accountant="pld").epsilon()
@@ -322,7 +324,7 @@ def priced(work: Work, best_of: BestOf) -> tuple[Recipe, Plan]:
     candidate = evaluate(found.arguments["noise"], Workload.sgd(momentum=found.momentum), **run)
     units, parameters = size(work.built.model)
     lr = found.noise_length * math.sqrt(units / parameters) / candidate.rmse
-    price = ("epsilon, delta", f"{settings.epsilon:g}, {run['delta']:.3g}", "the price of the whole tuning")
+    price = ("epsilon, delta", f"{round_up(settings.epsilon, 6)}, {run['delta']:.3g}", "the price of the whole tuning")
     arguments = {**found.arguments, "epsilon": settings.epsilon, "best_of": best_of}
     plan = replace(candidate.plan, geometry=found.arguments["geometry"].name)
     return replace(found, arguments=arguments, lr=lr, reasons=(price, *found.reasons[1:])), plan
@@ -354,5 +356,5 @@ def _release(work: Work, selected: tuning.Selected, found: Recipe, out: Path, co
         "settings": selected.settings,
         "score": f"{selected.score:.1f} right of {len(work.validation):,} {by}",
     }
-    done = Trained(work.built.model, plan, recipe, selected.epsilon, plan.steps)
+    done = Trained(work.built.model, plan, recipe, selected.epsilon, plan.steps, run=selected.run_id)
     release(work.loaded, work.built, work.settings, done, out, console, selection)

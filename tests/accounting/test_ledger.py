@@ -10,10 +10,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import dp_accounting as dp
 import numpy as np
@@ -26,6 +28,7 @@ from dpkfc.accounting import ledger as module
 from dpkfc.accounting.calibrate import calibrate_noise, epsilon_spent
 from dpkfc.accounting.events import Mechanism
 from dpkfc.accounting.ledger import Ledger, LedgerRun, read
+from dpkfc.accounting.rounding import round_up
 from dpkfc.errors import PrivacyError
 
 PLAN = Mechanism(1.0, 16.0, 100)  # the whole data set each time: quickly analysed
@@ -339,7 +342,7 @@ def test_a_budget_admits_what_fits_and_refuses_what_does_not(path: Path, epsilon
         ) as caught:
             ledger.open_run("b", PLAN)
         for number in (epsilon_spent([PLAN.after(1)], DELTA), TWICE):
-            assert f"{number:.4g}" in str(caught.value)
+            assert round_up(number) in str(caught.value)
         assert f"{epsilon:g}" in str(caught.value)
         assert [run.run_id for run in ledger.runs()] == ["a"]
         assert ledger.open_run("a", PLAN) == 1  # what was admitted may go on
@@ -661,6 +664,48 @@ def test_the_file_itself_refuses_to_forget(ledger: Ledger, path: Path, change: s
         db.execute(f"UPDATE runs SET {change}")
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "DELETE FROM runs",
+        "DELETE FROM budgets",
+        "UPDATE runs SET dataset = 'others'",
+        "UPDATE runs SET run_id = 'z'",
+        "UPDATE runs SET delta = 0.5",
+        "UPDATE runs SET delta = NULL",
+        "UPDATE runs SET started = '1999'",
+        "UPDATE runs SET unchecked = ''",
+        "UPDATE runs SET unchecked = 'seed\n'",
+        "UPDATE runs SET charged = 'many'",
+        "UPDATE runs SET charged = NULL",
+        "UPDATE runs SET closed = 2",
+        "UPDATE runs SET rowid = 7 WHERE run_id = 'a'",
+        "UPDATE OR REPLACE runs SET rowid = 2 WHERE rowid = 1",
+        "UPDATE OR REPLACE runs SET run_id = 'b' WHERE run_id = 'a'",
+        "UPDATE budgets SET epsilon = 100",
+        "UPDATE budgets SET delta = 0.1",
+        "UPDATE budgets SET dataset = 'others'",
+        "INSERT OR REPLACE INTO runs (dataset, run_id, mechanism, started) VALUES ('people', 'a', '{}', '')",
+        "INSERT OR REPLACE INTO runs (rowid, dataset, run_id, mechanism, started) VALUES (1, 'x', 'y', '{}', '')",
+        "REPLACE INTO budgets VALUES ('people', 100, 0.1)",
+        "INSERT OR REPLACE INTO budgets (rowid, dataset, epsilon, delta) VALUES (1, 'x', 1, 0.1)",
+        "INSERT INTO runs (dataset, run_id, mechanism, started) VALUES ('people', 'a', '{}', '') "
+        "ON CONFLICT DO UPDATE SET charged = 0",
+    ],
+)
+def test_rows_are_neither_deleted_nor_renamed_nor_altered(path: Path, statement: str) -> None:
+    with closing(Ledger(path, "people", budget=(50.0, DELTA))) as ledger:
+        ledger.open_run("a", PLAN, delta=1e-6, unchecked=["loss"])
+        ledger.open_run("b", PLAN, delta=1e-6, unchecked=["loss"])
+        ledger.charge("a", 5)
+    before = read(path)
+    with closing(sqlite3.connect(path)) as db:
+        with pytest.raises(sqlite3.IntegrityError), db:
+            db.execute(statement)
+        assert db.execute("SELECT * FROM budgets").fetchall() == [("people", 50.0, DELTA)]
+    assert read(path) == before
+
+
 @pytest.mark.parametrize("name", ["a b.db", "50%.db", "what?.db", "#1.db", ":memory:", "ü.db"])
 def test_any_file_name_will_do(tmp_path: Path, name: str) -> None:
     with closing(Ledger(tmp_path / name, "people")) as ledger:
@@ -744,9 +789,165 @@ def test_a_ledger_that_vanished_is_not_begun_anew(ledger: Ledger, path: Path) ->
     ledger.open_run("a", PLAN)
     ledger._disconnect()
     path.unlink()
-    with pytest.raises(PrivacyError, match="cannot be used"):
+    with pytest.raises(PrivacyError, match="was removed"):
         ledger.charge("a", 1)
     assert not path.exists()
+
+
+USES: dict[str, Callable[[Ledger], object]] = {
+    "charge": lambda ledger: ledger.charge("a", 2),
+    "charged": lambda ledger: ledger.charged("a"),
+    "open_run": lambda ledger: ledger.open_run("b", PLAN),
+    "close_run": lambda ledger: ledger.close_run("a"),
+    "runs": lambda ledger: ledger.runs(),
+    "epsilon": lambda ledger: ledger.epsilon(DELTA),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("which", ["", "-wal"])
+def test_a_file_removed_under_a_live_run_is_noticed(ledger: Ledger, path: Path, which: str, use: str) -> None:
+    ledger.open_run("a", PLAN)
+    ledger.charge("a", 1)
+    Path(f"{path}{which}").rename(f"{path}.moved")
+    with pytest.raises(PrivacyError, match=r"was removed while .* Restore the file .* count what ran since then as"):
+        USES[use](ledger)
+    Path(f"{path}.moved").rename(f"{path}{which}")
+    assert [(run.run_id, run.charged, run.closed) for run in ledger.runs()] == [("a", 1, False)]
+    ledger.charge("a", 2)  # the very file is back
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("connected", [True, False])
+def test_a_file_replaced_under_a_live_run_is_noticed(ledger: Ledger, path: Path, connected: bool, use: str) -> None:
+    ledger.open_run("a", PLAN)
+    ledger.charge("a", 1)
+    with closing(Ledger(f"{path}.other", "people")) as other:
+        other.open_run("a", PLAN)
+        other.charge("a", 1)
+    if not connected:  # as before a fork
+        ledger._disconnect()
+    os.replace(f"{path}.other", path)
+    with pytest.raises(PrivacyError, match="was replaced by another file"):
+        USES[use](ledger)
+
+
+def test_a_file_that_goes_in_the_middle_of_a_charge_is_noticed(
+    ledger: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger.open_run("a", PLAN)
+    find = Ledger._writer
+
+    def meanwhile(*arguments: Any) -> str:
+        path.unlink()
+        return find(*arguments)
+
+    monkeypatch.setattr(Ledger, "_writer", meanwhile)
+    with pytest.raises(PrivacyError, match="was removed"):
+        ledger.charge("a", 1)
+
+
+def test_other_users_of_the_file_are_no_alarm(path: Path) -> None:
+    """They come and go, and SQLite with its log."""
+    with closing(Ledger(path, "people")) as ledger:
+        ledger.open_run("a", PLAN)
+        for step in range(1, 6):
+            with closing(Ledger(path, "people")) as other:
+                other.open_run(f"run {step}", PLAN)
+            with closing(sqlite3.connect(path)) as db:
+                db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            ledger.charge("a", step)
+            if step == 3:
+                ledger._disconnect()
+    assert read(path)[0].charged == 5
+
+
+# What a run says of itself
+
+
+def test_a_run_keeps_its_delta_and_what_nobody_checked(ledger: Ledger, path: Path) -> None:
+    ledger.open_run("a", PLAN, delta=np.float64(1e-6), unchecked=["loss", "seed", "loss"])
+    ledger.open_run("b", PLAN)
+    assert [(run.delta, run.unchecked) for run in ledger.runs()] == [(1e-6, ("loss", "seed")), (None, ())]
+    assert ledger.runs() == read(path)
+
+
+def test_a_run_that_is_resumed_keeps_its_delta(ledger: Ledger) -> None:
+    ledger.open_run("a", PLAN, delta=1e-6)
+    ledger.open_run("b", PLAN)
+    ledger.open_run("a", PLAN, delta=1e-6)
+    ledger.open_run("a", PLAN)
+    for name in ("a", "b"):
+        with pytest.raises(PrivacyError, match=r"was opened with delta=.*, not 1e-05"):
+            ledger.open_run(name, PLAN, delta=1e-5)
+    assert [run.delta for run in ledger.runs()] == [1e-6, None]
+
+
+def test_notes_of_a_run_that_is_resumed_only_grow(ledger: Ledger) -> None:
+    for notes, kept in (
+        (["seed"], ("seed",)),
+        ([], ("seed",)),
+        (["loss", "seed"], ("seed", "loss")),
+        (["loss"], ("seed", "loss")),
+    ):
+        ledger.open_run("a", PLAN, unchecked=notes)
+        assert ledger.runs()[0].unchecked == kept
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, math.nan, "x", [1]])
+def test_a_delta_that_is_none_is_refused(ledger: Ledger, delta: float) -> None:
+    with pytest.raises(PrivacyError, match="delta="):
+        ledger.open_run("a", PLAN, delta=delta)
+    assert ledger.runs() == []
+
+
+@pytest.mark.parametrize("unchecked", ["loss", ["a\nb"], [""], [3]])
+def test_notes_that_are_none_are_refused(ledger: Ledger, unchecked: Any) -> None:
+    with pytest.raises(PrivacyError, match="unchecked="):
+        ledger.open_run("a", PLAN, unchecked=unchecked)
+    assert ledger.runs() == []
+
+
+# Names that resemble each other
+
+
+@pytest.mark.parametrize("name", ["People", "peo ple", "p-e-o-p-l-e", "PEOPLE!", "peoples", "peple"])
+def test_a_new_name_that_resembles_a_known_one_is_warned_of_once(path: Path, name: str) -> None:
+    with closing(Ledger(path, "people")) as known, closing(Ledger(path, name)) as new:
+        known.open_run("a", PLAN)
+        with pytest.warns(UserWarning, match=r"which knows 'people': runs under different names are not composed"):
+            new.open_run("a", PLAN)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            new.open_run("a", PLAN)
+            new.open_run("b", PLAN)
+            known.open_run("b", PLAN)
+
+
+def test_a_name_known_by_its_budget_alone_counts_too(path: Path) -> None:
+    Ledger(path, "people", budget=(1.0, DELTA)).close()
+    with closing(Ledger(path, "People")) as new, pytest.warns(UserWarning, match="knows 'people'"):
+        new.open_run("a", PLAN)
+
+
+@pytest.mark.parametrize("name", ["pupils", "digits", "x", "...", "人々"])
+def test_other_names_are_not_warned_of(path: Path, name: str) -> None:
+    with closing(Ledger(path, "people")) as known, closing(Ledger(path, name)) as new:
+        known.open_run("a", PLAN)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            new.open_run("a", PLAN)
+
+
+def test_where_warnings_are_errors_nothing_is_entered(path: Path) -> None:
+    with closing(Ledger(path, "people")) as known, closing(Ledger(path, "People")) as new:
+        known.open_run("a", PLAN)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(UserWarning):
+                new.open_run("a", PLAN)
+        assert new.runs() == []
+        known.charge("a", 1)  # the file is not left locked
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that even root cannot write to")

@@ -130,7 +130,7 @@ def test_a_kill_while_the_ledger_is_being_made_loses_nothing(nursery: Nursery, t
     chance, lived = random.Random(2), 0
     for kill in range(60):
         path = tmp_path / f"{kill}.db"
-        nursery.live_and_die(path, chance.uniform(0.0, 0.03))
+        nursery.live_and_die(path, chance.uniform(0.0, 0.08))
         released = len(visible(path))
         assert released <= charged(path) <= released + 1
         lived += released > 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import math
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,15 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import save_model
 from scipy.stats import binomtest
 from torch import nn
 
 import dpkfc
+from dpkfc.accounting.ledger import Ledger
+from dpkfc.accounting.rounding import round_up
 from dpkfc.errors import PrivacyError
-from dpkfc.plan import Plan
+from dpkfc.plan import NOT_CHECKED, Plan
 from dpkfc.report.run_report import draw_pictures, in_plain_words, not_charged, result_table, wilson, write_report
 
 EPSILON = cache(Plan.epsilon)
@@ -58,6 +63,159 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def edit(folder: Path, name: str, **changes: Any) -> None:
+    file = folder / name
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def told(folder: Path) -> tuple[str, str]:
+    """The page and the table for the terminal."""
+    console = Console(file=io.StringIO(), width=300)
+    console.print(result_table(folder, folder / "report.html"))
+    return write_report(folder).read_text(), console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def keep_weights(folder: Path, steps: int) -> None:
+    save_model(nn.Linear(2, 2), str(folder / "model.safetensors"), metadata={"steps": str(steps)})
+
+
+def true_epsilon(folder: Path, steps: int = 20) -> float:
+    return Plan.from_json(json.loads((folder / "plan.json").read_text())).epsilon(steps)
+
+
+def shows(folder: Path, epsilon: float, delta: str = "0.0001") -> None:
+    page, table = told(folder)
+    assert f"epsilon {round_up(epsilon)} at delta {delta}" in page  # the lead
+    assert f"(epsilon = {round_up(epsilon)})" in page  # in plain words
+    assert f"{round_up(epsilon)} at delta = {delta}" in table
+
+
+def test_what_agrees_is_told_without_a_remark(folder: Path) -> None:
+    keep_weights(folder, 20)
+    shows(folder, true_epsilon(folder))
+    assert not any("is wrong" in text for text in told(folder))
+
+
+@pytest.mark.parametrize("factor", [0.99, 0.5, 0.0])
+def test_an_epsilon_that_was_edited_is_not_believed(folder: Path, factor: float) -> None:
+    epsilon = true_epsilon(folder)
+    edit(folder, "result.json", epsilon=factor * epsilon)
+    shows(folder, epsilon)
+    for text in told(folder):
+        assert text.count("the file was changed or is wrong") == 1 and f"{factor * epsilon}" in text
+
+
+@pytest.mark.parametrize("epsilon", [None, "0.1", True, math.nan])
+def test_an_epsilon_that_is_none_is_not_believed(folder: Path, epsilon: Any) -> None:
+    expected = true_epsilon(folder)
+    edit(folder, "result.json", epsilon=epsilon)
+    shows(folder, expected)
+    assert all("result.json has no epsilon" in text for text in told(folder))
+
+
+def test_a_larger_epsilon_is_kept_and_the_disagreement_told(folder: Path) -> None:
+    """plan.json may be what was edited: nobody can tell, so the larger one counts."""
+    epsilon = true_epsilon(folder)
+    plan = Plan.from_json(json.loads((folder / "plan.json").read_text()))
+    edit(folder, "plan.json", noise_multiplier=1.5 * plan.noise_multiplier)
+    shows(folder, epsilon)
+    assert all("one of the files was changed or is wrong" in text for text in told(folder))
+
+
+@pytest.mark.parametrize("steps", [1, 10, -5, "20", None])
+@pytest.mark.parametrize("source", ["weights", "metrics"])
+def test_steps_that_were_edited_are_not_believed(folder: Path, steps: Any, source: str) -> None:
+    epsilon = true_epsilon(folder)
+    if source == "weights":
+        (folder / "metrics.jsonl").unlink()
+        keep_weights(folder, 20)
+    edit(folder, "result.json", steps=steps, batch_size=100, epsilon=0.1)
+    page = write_report(folder).read_text()
+    assert f"epsilon {round_up(epsilon)} at delta" in page and "changed or is wrong" in page
+
+
+def test_lost_steps_count(folder: Path) -> None:
+    edit(folder, "plan.json", steps=40)
+    edit(folder, "result.json", lost_steps=5, epsilon=true_epsilon(folder, 25))
+    shows(folder, true_epsilon(folder, 25))
+    assert not any("is wrong" in text for text in told(folder))
+
+
+def test_weights_that_cannot_be_read_cost_the_whole_plan(folder: Path) -> None:
+    edit(folder, "plan.json", steps=40)
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    shows(folder, true_epsilon(folder, 40))
+    assert all("all planned steps are counted" in text for text in told(folder))
+
+
+def test_more_steps_than_planned_are_told(folder: Path) -> None:
+    epsilon = true_epsilon(folder)
+    edit(folder, "plan.json", steps=5)
+    shows(folder, epsilon)
+    assert all("plan.json plans 5 steps, but 20 were taken" in text for text in told(folder))
+
+
+def test_a_larger_delta_is_not_believed(folder: Path) -> None:
+    epsilon = true_epsilon(folder)
+    edit(folder, "plan.json", delta=0.01)
+    shows(folder, epsilon)
+    assert all("do not agree on delta (0.01, 0.0001)" in text for text in told(folder))
+
+
+@pytest.fixture
+def ledger(folder: Path) -> Path:
+    """Of the run in the folder: 30 steps of 40 were charged."""
+    edit(folder, "plan.json", steps=40)
+    plan = Plan.from_json(json.loads((folder / "plan.json").read_text()))
+    path = folder / "privacy.db"
+    with closing(Ledger(path, "people")) as ledger:
+        ledger.open_run("one", plan.mechanism, delta=plan.delta)
+        ledger.charge("one", 30)
+        ledger.open_run("another", plan.mechanism, delta=plan.delta)
+        ledger.charge("another", 40)
+    edit(folder, "config.json", settings={"epsilon": 2.0, "ledger": str(path), "dataset": "people"})
+    edit(folder, "result.json", run="one")
+    return path
+
+
+def test_what_the_ledger_has_charged_counts(folder: Path, ledger: Path) -> None:
+    shows(folder, true_epsilon(folder, 30))
+    assert all("result.json says 20 steps, but 30 were taken" in text for text in told(folder))
+
+
+def test_a_plan_that_the_ledger_contradicts_is_not_believed(folder: Path, ledger: Path) -> None:
+    epsilon = true_epsilon(folder, 30)
+    edit(folder, "plan.json", noise_multiplier=9.0, delta=0.01)
+    edit(folder, "result.json", noise_multiplier=9.0, delta=0.01, epsilon=0.1)
+    shows(folder, epsilon)
+    assert all("plan.json does not say what the ledger does" in text for text in told(folder))
+
+
+@pytest.mark.parametrize("trouble", ["gone", "no ledger", "unknown", "no run"])
+def test_without_its_ledger_the_folder_has_to_do(folder: Path, ledger: Path, trouble: str) -> None:
+    if trouble == "gone":
+        ledger.unlink()
+    elif trouble == "no ledger":
+        ledger.write_bytes(b"something else")
+    elif trouble == "unknown":
+        edit(folder, "result.json", run="three")
+    else:
+        edit(folder, "result.json", run=None)
+    edit(folder, "result.json", epsilon=true_epsilon(folder, 20))
+    shows(folder, true_epsilon(folder, 20))
+    remarks = {"no ledger": "was not consulted", "unknown": "does not know this run"}
+    assert all(remarks.get(trouble, "") in text for text in told(folder))
+
+
+def test_what_nobody_checked_is_told_once(folder: Path) -> None:
+    edit(folder, "plan.json", unchecked=["loss", "seed", "ledger", "records", "model"])
+    text = write_report(folder).read_text().split("What was not charged")[1].split("<h2")[0]
+    for what in ("loss", "model"):
+        assert text.count(html.escape(NOT_CHECKED[what])) == 1  # type: ignore[index]
+    assert text.count("seed") == 2 and NOT_CHECKED["seed"] not in text  # in one sentence
+    assert text.count("ledger") == 1 and text.count("number of records") == 1
+
+
 def test_it_says_what_is_protected_and_what_was_found(folder: Path) -> None:
     text = write_report(folder).read_text()
     for expected in (
@@ -90,7 +248,7 @@ def test_plain_words_are_still_bounds(epsilon: float) -> None:
 @pytest.mark.parametrize("epsilon", [20.1, 709.0, 710.0, 1e300])
 def test_so_large_an_epsilon_promises_nothing(epsilon: float) -> None:
     (said,) = in_plain_words(epsilon, 1e-5)
-    assert f"({epsilon:.3g}) promises nothing" in said
+    assert f"({round_up(epsilon)}) promises nothing" in said
 
 
 def test_a_run_without_a_guarantee_says_so() -> None:

@@ -10,7 +10,12 @@ Nobody pays once for two releases either. A ledger object charges only runs that
 and only while nobody else has charged the run since: of two processes that run the same `run_id`, one is
 refused at its next step, and so is a run that goes on from a checkpoint older than the ledger.
 
-While a process has the ledger open, its newest lines are in a second file, `PATH-wal`: copy both or none.
+While a process has the ledger open, its newest lines are in a second file, `PATH-wal`: copy both or none. If either
+of them is removed or replaced meanwhile, the next call is refused: what it writes would be seen by nobody.
+
+Rows are only added. Triggers in the file refuse SQL that deletes, renames or alters them; only the steps charged, the
+closing of a run and its notes on what was not checked may change, and only grow. This stops accidents and hasty
+repairs. It does not stop a person who may write the file and removes the triggers first.
 """
 
 from __future__ import annotations
@@ -22,36 +27,62 @@ import secrets
 import sqlite3
 import threading
 import time
+import unicodedata
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from difflib import SequenceMatcher
 from pathlib import Path
 
 from dpkfc.accounting.calibrate import Accountant, epsilon_spent
 from dpkfc.accounting.events import Mechanism
+from dpkfc.accounting.rounding import round_up
 from dpkfc.errors import PrivacyError
 
-VERSION = 1  # of the schema below, in the file's `user_version`
+VERSION = 2  # of the schema below, in the file's `user_version`
 APPLICATION = 0x64706B66  # "dpkf", in the file's `application_id`: tells a ledger from any other SQLite file
 PATIENCE = 60.0  # seconds to wait while another process writes
+SIMILAR = 0.85  # ratio of difflib.SequenceMatcher from which two names resemble each other
 
+# INSERT OR REPLACE and UPDATE OR REPLACE delete the row in their way without firing DELETE triggers. So inserting over
+# a row, by its key or by its rowid, and moving a row to another rowid, have conditions of their own.
 SCHEMA = (
     "CREATE TABLE budgets (dataset TEXT PRIMARY KEY, epsilon REAL NOT NULL, delta REAL NOT NULL)",
     """CREATE TABLE runs (
         dataset TEXT NOT NULL,
         run_id TEXT NOT NULL,
         mechanism TEXT NOT NULL,             -- JSON: what was planned
-        charged INTEGER NOT NULL DEFAULT 0,  -- steps
+        charged INTEGER NOT NULL DEFAULT 0 CHECK (typeof(charged) = 'integer'),  -- steps
         started TEXT NOT NULL,               -- ISO 8601, UTC
-        closed INTEGER NOT NULL DEFAULT 0,
+        closed INTEGER NOT NULL DEFAULT 0 CHECK (closed IN (0, 1)),
         writer TEXT NOT NULL DEFAULT '',     -- which process charged last
+        delta REAL,                          -- at which the run's own epsilon is stated; NULL if nobody said
+        unchecked TEXT NOT NULL DEFAULT '',  -- what nobody checked, a line each
         PRIMARY KEY (dataset, run_id)
     )""",
     """CREATE TRIGGER never_less BEFORE UPDATE ON runs
-        WHEN NEW.charged < OLD.charged OR NEW.closed < OLD.closed OR NEW.mechanism <> OLD.mechanism
+        WHEN NEW.charged < OLD.charged OR NEW.closed < OLD.closed OR NEW.mechanism IS NOT OLD.mechanism
         BEGIN SELECT RAISE(ABORT, 'what was charged to a ledger stays charged'); END""",
+    """CREATE TRIGGER runs_stay_as_they_are BEFORE UPDATE ON runs
+        WHEN NEW.rowid IS NOT OLD.rowid OR NEW.dataset IS NOT OLD.dataset OR NEW.run_id IS NOT OLD.run_id
+            OR NEW.delta IS NOT OLD.delta OR NEW.started IS NOT OLD.started
+            OR substr(NEW.unchecked, 1, length(OLD.unchecked)) IS NOT OLD.unchecked
+        BEGIN SELECT RAISE(ABORT, 'a run in a ledger stays as it was entered'); END""",
+    """CREATE TRIGGER runs_are_entered_once BEFORE INSERT ON runs
+        WHEN EXISTS (SELECT 1 FROM runs WHERE rowid = NEW.rowid OR (dataset = NEW.dataset AND run_id = NEW.run_id))
+        BEGIN SELECT RAISE(ABORT, 'a run in a ledger is not replaced'); END""",
+    """CREATE TRIGGER runs_are_not_deleted BEFORE DELETE ON runs
+        BEGIN SELECT RAISE(ABORT, 'a run in a ledger is not deleted'); END""",
+    """CREATE TRIGGER budgets_stay_as_they_are BEFORE UPDATE ON budgets
+        BEGIN SELECT RAISE(ABORT, 'a budget in a ledger stays as it is'); END""",
+    """CREATE TRIGGER budgets_are_entered_once BEFORE INSERT ON budgets
+        WHEN EXISTS (SELECT 1 FROM budgets WHERE rowid = NEW.rowid OR dataset = NEW.dataset)
+        BEGIN SELECT RAISE(ABORT, 'a budget in a ledger is not replaced'); END""",
+    """CREATE TRIGGER budgets_are_not_deleted BEFORE DELETE ON budgets
+        BEGIN SELECT RAISE(ABORT, 'a budget in a ledger is not deleted'); END""",
     f"PRAGMA application_id = {APPLICATION}",
     f"PRAGMA user_version = {VERSION}",
 )
@@ -67,6 +98,8 @@ class LedgerRun:
     charged: int  # steps of it that may have been seen
     started: str  # ISO 8601, UTC
     closed: bool
+    delta: float | None = None  # at which its own epsilon is stated, if that was said
+    unchecked: tuple[str, ...] = ()  # what its epsilon relies on and nobody checked: keys of dpkfc.plan.NOT_CHECKED
 
     @property
     def spent(self) -> Mechanism:
@@ -104,42 +137,55 @@ class Ledger:
         self._closed = False
         self._pid = os.getpid()
         self._connection: sqlite3.Connection | None = None
+        self._file: tuple[int, int] | None = None  # which file the path led to when it was opened
+        self._log: tuple[int, int] | None = None  # and which write-ahead log belongs to the present connection
         with _LOCK, _explained(self.path):
-            self._connection = _open(self.path)
+            self._connect(create=True)
             _LIVE.add(self)
         if budget is not None:
             self._keep_budget(*_sound_budget(budget))
 
-    def open_run(self, run_id: str, mechanism: Mechanism) -> int:
+    def open_run(
+        self, run_id: str, mechanism: Mechanism, *, delta: float | None = None, unchecked: Sequence[str] = ()
+    ) -> int:
         """Register the run with all the steps it plans, or take it up again; returns the steps already charged.
+
+        Args:
+            run_id: the name of the run, unique within the data set.
+            mechanism: what it plans. A run that is resumed must plan the same.
+            delta: at which the run states its epsilon. A run that is resumed may leave it out, but not change it.
+            unchecked: what the run's epsilon relies on and nobody checked, as `Plan.unchecked` has it. Notes of a run
+                that is resumed are added to those it has; none is taken back.
 
         Under a budget, a new run is admitted only if it fits beside what is committed: whole plans of open
         runs, charged steps of closed ones. The analysis can take seconds and would stall the processes that
         charge, so it is done outside the transaction; the run is then entered in one transaction, and only
         if what is committed is still what was analysed.
+
+        The first run of a data set whose name resembles that of another in the file causes a UserWarning: runs under
+        different names are not composed, and a misspelt name would make what was spent invisible.
         """
         run_id, mechanism = _name("run_id", run_id), _sound(mechanism)
+        delta, notes = _sound_delta(delta), _sound_notes(unchecked)
         admitted: tuple[object, ...] | None = None
         while True:
             with self._transaction() as db:
                 run = self._find(db, run_id)
                 if run is not None:
-                    if run.closed:
-                        raise PrivacyError(f"{self._label(run_id)} is closed: open a run of another name to go on")
-                    if run.mechanism != mechanism:
-                        raise PrivacyError(
-                            f"{self._label(run_id)} was opened with {run.mechanism}, not {mechanism}: resume it with "
-                            "the settings it began with, or open a run of another name"
-                        )
+                    self._check_resumed(run, mechanism, delta)
+                    self._add_notes(db, run, notes)
                     self._left[run_id] = run.charged, self._writer(db, run_id)
                     return run.charged
                 budget, others = self._budget(db), self._runs(db)
                 committed = [other.committed for other in others]
                 if budget is None or admitted == (budget, committed):
+                    if not others:
+                        self._warn_of_similar_names(db)
                     now = datetime.now(UTC).isoformat(timespec="seconds")
                     db.execute(
-                        "INSERT INTO runs (dataset, run_id, mechanism, started) VALUES (?, ?, ?, ?)",
-                        (self.dataset, run_id, json.dumps(mechanism.to_json()), now),
+                        "INSERT INTO runs (dataset, run_id, mechanism, started, delta, unchecked) "
+                        "VALUES (?, ?, ?, ?, ?, ?)",
+                        (self.dataset, run_id, json.dumps(mechanism.to_json()), now, delta, _lines(notes)),
                     )
                     self._left[run_id] = 0, ""
                     return 0
@@ -228,9 +274,41 @@ class Ledger:
         if total > allowed:
             spent = epsilon_spent([run.spent for run in others], delta)
             raise PrivacyError(
-                f"{what} does not fit on data set {self.dataset!r} in {self.path}: epsilon = {spent:.4g} is spent, "
-                f"{total:.4g} when all that is planned has run, {allowed:g} is allowed at delta = {delta:g}; plan "
-                "fewer steps or more noise, or call close_run() for open runs that will not go on"
+                f"{what} does not fit on data set {self.dataset!r} in {self.path}: epsilon = {round_up(spent)} is "
+                f"spent, {round_up(total)} when all that is planned has run, {allowed:g} is allowed at delta = "
+                f"{delta:g}; plan fewer steps or more noise, or call close_run() for open runs that will not go on"
+            )
+
+    def _check_resumed(self, run: LedgerRun, mechanism: Mechanism, delta: float | None) -> None:
+        where = self._label(run.run_id)
+        if run.closed:
+            raise PrivacyError(f"{where} is closed: open a run of another name to go on")
+        if run.mechanism != mechanism:
+            raise PrivacyError(
+                f"{where} was opened with {run.mechanism}, not {mechanism}: resume it with the settings it began with, "
+                "or open a run of another name"
+            )
+        if delta is not None and delta != run.delta:
+            raise PrivacyError(
+                f"{where} was opened with delta={run.delta}, not {delta}: resume it with the delta it began with, or "
+                "open a run of another name"
+            )
+
+    def _add_notes(self, db: sqlite3.Connection, run: LedgerRun, notes: Sequence[str]) -> None:
+        if not set(notes) <= set(run.unchecked):
+            db.execute(
+                "UPDATE runs SET unchecked = ? WHERE dataset = ? AND run_id = ?",
+                (_lines((*run.unchecked, *notes)), self.dataset, run.run_id),
+            )
+
+    def _warn_of_similar_names(self, db: sqlite3.Connection) -> None:
+        known = [name for (name,) in db.execute("SELECT dataset FROM runs UNION SELECT dataset FROM budgets")]
+        similar = [name for name in known if name != self.dataset and _resemble(name, self.dataset)]
+        if similar:
+            warnings.warn(
+                f"data set {self.dataset!r} is new in {self.path}, which knows {', '.join(map(repr, similar))}: runs "
+                "under different names are not composed. If these are the same people, use the known name",
+                stacklevel=3,
             )
 
     def _budget(self, db: sqlite3.Connection) -> tuple[float, float] | None:
@@ -276,18 +354,47 @@ class Ledger:
                 if db.in_transaction:
                     db.execute("ROLLBACK")
                 raise
+            self._check_same_file()  # once more: whoever releases a result now can rely on the file at this path
 
     def _connected(self) -> sqlite3.Connection:
         if self._closed:
             raise PrivacyError(f"the ledger {self.path} was closed: make a new Ledger to go on")
         if self._connection is None:  # let go of before a fork
-            self._connection, self._pid = _open(self.path, create=False), os.getpid()
+            self._check_same_file()
+            self._connect(create=False)
         if self._pid != os.getpid():
             raise PrivacyError(
                 f"the ledger {self.path} was carried from process {self._pid} into {os.getpid()} by a fork that Python "
                 "was not told of: make a new Ledger in each process"
             )
+        self._check_same_file()
+        assert self._connection is not None
         return self._connection
+
+    def _connect(self, create: bool) -> None:
+        connection = _open(self.path, create)
+        if self._file is None:
+            self._file = _identity(self.path)
+        self._connection, self._log, self._pid = connection, _identity(_log_of(self.path)), os.getpid()
+
+    def _check_same_file(self) -> None:
+        """Refuse to go on if the path no longer leads to the file that was opened.
+
+        An open file lives on when it is deleted or another one is moved over it, but nobody else sees it: charges
+        would be accepted, and forgotten with the process. SQLite keeps the log while any connection is open.
+        """
+        expected = {self.path: self._file}
+        if self._connection is not None:
+            expected[_log_of(self.path)] = self._log
+        for path, known in expected.items():
+            present = _identity(path)
+            if present != known:
+                what = "removed" if present is None else "replaced by another file"
+                raise PrivacyError(
+                    f"{path} was {what} while the ledger {self.path} was open: nothing is charged any more, and no "
+                    "further result may be released. Restore the file and start again; count what ran since then as "
+                    "spent"
+                )
 
     def _disconnect(self) -> None:
         if self._connection is not None and self._pid == os.getpid():
@@ -300,7 +407,7 @@ def read(path: str | os.PathLike[str]) -> list[LedgerRun]:
     file = Path(path).absolute()
     if not file.is_file():
         raise PrivacyError(f"no ledger at {file}: check the path; a ledger is made by the first run that names it")
-    log = Path(f"{file}-wal")
+    log = _log_of(file)
     with _LOCK, _explained(file):
         if not log.exists():  # then nobody has it open: the file is all, and needs nothing beside it to be read
             before = file.stat()
@@ -320,12 +427,23 @@ def _read(file: Path, how: str) -> list[LedgerRun]:
 
 def _select(db: sqlite3.Connection, where: str = "", *values: str) -> list[LedgerRun]:
     rows = db.execute(
-        f"SELECT run_id, dataset, mechanism, charged, started, closed FROM runs {where} ORDER BY rowid", values
+        "SELECT run_id, dataset, mechanism, charged, started, closed, delta, unchecked "
+        f"FROM runs {where} ORDER BY rowid",
+        values,
     )
     return [_run(*row) for row in rows]
 
 
-def _run(run_id: str, dataset: str, mechanism: str, charged: int, started: str, closed: int) -> LedgerRun:
+def _run(
+    run_id: str,
+    dataset: str,
+    mechanism: str,
+    charged: int,
+    started: str,
+    closed: int,
+    delta: float | None,
+    unchecked: str,
+) -> LedgerRun:
     try:
         planned = Mechanism.from_json(json.loads(mechanism))
     except (TypeError, ValueError) as error:
@@ -333,7 +451,20 @@ def _run(run_id: str, dataset: str, mechanism: str, charged: int, started: str, 
             f"run {run_id!r} on data set {dataset!r} has a mechanism that this dpkfc cannot read, {mechanism}: it was "
             "written by a newer one; upgrade to read it"
         ) from error
-    return LedgerRun(run_id, dataset, planned, charged, started, bool(closed))
+    return LedgerRun(run_id, dataset, planned, charged, started, bool(closed), delta, tuple(unchecked.splitlines()))
+
+
+def _log_of(path: Path) -> Path:
+    return Path(f"{path}-wal")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Tells one file from another at the same path; None if there is none."""
+    try:
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _connect(path: Path, how: str) -> sqlite3.Connection:
@@ -355,6 +486,7 @@ def _open(path: Path, create: bool = True) -> sqlite3.Connection:
                 for statement in SCHEMA:
                     db.execute(statement)
             db.execute("COMMIT")
+        db.execute("SELECT count(*) FROM runs").fetchone()  # from here on the log exists, and nobody else deletes it
     except BaseException:
         db.close()
         raise
@@ -424,6 +556,41 @@ def _name(what: str, value: str) -> str:
     if not isinstance(value, str) or not value or not value.isprintable() or value != value.strip():
         raise PrivacyError(f"{what}={value!r}: must be printable text, not empty, without spaces at its ends")
     return value
+
+
+def _resemble(one: str, other: str) -> bool:
+    """Whether two names may be meant for one data set: equal but for case, spaces and punctuation, or nearly equal.
+
+    >>> _resemble("Patients 2024", "patients-2024"), _resemble("patients", "patient"), _resemble("people", "digits")
+    (True, True, False)
+    """
+    folded = [unicodedata.normalize("NFKC", name).casefold() for name in (one, other)]
+    bare = ["".join(letter for letter in name if letter.isalnum()) for name in folded]
+    pairs = [folded, bare] if all(bare) else [folded]
+    return any(SequenceMatcher(None, a, b, autojunk=False).ratio() >= SIMILAR for a, b in pairs)
+
+
+def _lines(notes: Sequence[str]) -> str:
+    """Each of them once, in a line of its own."""
+    return "".join(f"{note}\n" for note in dict.fromkeys(notes))
+
+
+def _sound_notes(unchecked: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(unchecked, str):
+        raise PrivacyError(f"unchecked={unchecked!r}: must be a sequence of texts, such as ({unchecked!r},)")
+    return tuple(_name("unchecked", note) for note in unchecked)
+
+
+def _sound_delta(delta: float | None) -> float | None:
+    if delta is None:
+        return None
+    try:
+        number = float(delta)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number < 1:
+        raise PrivacyError(f"delta={delta!r}: must be a number strictly between 0 and 1")
+    return number
 
 
 def _count(what: str, value: int, least: int = 1) -> int:

@@ -60,6 +60,14 @@ class Loaded:
     probe: Probe  # what inputs look like, told by no record
     source: Mapping[str, Any] = field(default_factory=dict)  # how `load` was called, as config.json has it
 
+    def all_remarks(self, records: int | None = None) -> tuple[str, ...]:
+        """With one on the number of records: the true one, or `records`, which is stated instead of it."""
+        if records is None:
+            count = f"the number of records, {len(self.train)} to train on, is taken as public"
+        else:
+            count = f"the number of records to train on is stated as {records}, which is public; the true one is not"
+        return (count, *self.remarks)
+
 
 def load(
     source: str | Path,
@@ -187,10 +195,7 @@ def _loaded(found: Read, called: Mapping[str, Any], train: Records, test: Record
         raise PrivacyError("there are no training records: check the source, or keep fewer for the test (--test 0.1)")
     if len(found.names) < 2:
         raise PrivacyError(f"{len(found.names)} class is not enough to learn from: declare at least two")
-    public = (
-        f"the number of records, {len(train)} to train on, is taken as public",
-        f"the list of {len(found.names)} classes is taken as public",
-    )
+    public = f"the list of {len(found.names)} classes is taken as public"
     size = train.x.numel() * 4
     large = (f"the inputs take {size / 2**30:.1f} GB of memory",) if size > BYTES else ()
     return Loaded(
@@ -200,7 +205,7 @@ def _loaded(found: Read, called: Mapping[str, Any], train: Records, test: Record
         tuple(train.x.shape[1:]),
         len(found.names),
         found.names,
-        (*public, *found.remarks, remark if test is not None else "there is no test part", *large),
+        (public, *found.remarks, remark if test is not None else "there is no test part", *large),
         found.probe,
         called,
     )

@@ -20,6 +20,7 @@ from rich.table import Table
 from torch.utils.data import TensorDataset
 
 import dpkfc
+from dpkfc.accounting.rounding import round_up
 from dpkfc.data.digits import digits
 from dpkfc.data.records import on_device
 from dpkfc.experiments.figures import finish, new_figure
@@ -89,7 +90,7 @@ def run_demo(
         table.add_row(
             row.method,
             f"{row.accuracy:.1%}",
-            f"{row.epsilon:.3f}",
+            round_up(row.epsilon),
             f"{row.noise_multiplier:.3f}",
             str(row.steps),
             f"{row.samples_per_second:,.0f}",
@@ -191,7 +192,7 @@ def markdown(seeds: Sequence[Sequence[Outcome]], delta: float, picture: str) -> 
         lines.append([rows[0].method, mean_and_spread([row.accuracy for row in rows]), every, str(rows[0].steps)])
     table = markdown_table(["method", "test %", "each seed", "steps"], lines)
     remark = (
-        f"digits_cnn on 1,437 digits, tested on 360; epsilon {seeds[0][0].epsilon:.3g}, delta {delta:g}; mean ± "
+        f"digits_cnn on 1,437 digits, tested on 360; epsilon {round_up(seeds[0][0].epsilon)}, delta {delta:g}; mean ± "
         "standard deviation over the seeds (their number). Each method has the best of five learning rates, chosen on "
         "held-out training records, which is not charged."
     )
@@ -210,5 +211,6 @@ def plot(seeds: Sequence[Sequence[Outcome]], file: Path) -> None:
         colour = COLOURS[rows[0].method]
         panel.plot(steps, middle, color=colour, label=rows[0].method, marker="o", markersize=3)
         panel.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-    panel.set(xlabel="steps", ylabel="test accuracy, %", title=f"epsilon = {seeds[0][0].epsilon:.3g} at the last step")
+    spent = round_up(seeds[0][0].epsilon)
+    panel.set(xlabel="steps", ylabel="test accuracy, %", title=f"epsilon = {spent} at the last step")
     finish(figure, panel, file)

@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpkfc
+from dpkfc.accounting.rounding import round_up
 from dpkfc.data.cifar import cifar10
 from dpkfc.data.idx import idx_images
 from dpkfc.data.records import on_device
@@ -174,7 +175,7 @@ def markdown(rows: Sequence[Row], quick: bool = False) -> str:
                 noise = f"{one.noise}, multiplier {one.noise_multiplier:.3g}"
                 shown = mean_and_spread([result.accuracy for result in found])
                 settings = [noise, str(one.batch_size), str(one.steps), f"{one.lr:.3g}"]
-                lines.append([dataset, f"{epsilon:g}", shown, mark, *settings])
+                lines.append([dataset, round_up(epsilon, 6), shown, mark, *settings])
     return f"# {TITLE}\n\n{markdown_table(headings, lines, left=len(headings))}\n\n{REMARK}\n"
 
 
@@ -245,7 +246,7 @@ def run_all(runs: Sequence[Run], out: Path, order: Order) -> None:
 
         found, probe = features(data, on_part, probes)
         for run in todo:
-            progress.reset(bar, description=f"{run.dataset}: epsilon {run.epsilon:g}, seed {run.seed}")
+            progress.reset(bar, description=f"{run.dataset}: epsilon {round_up(run.epsilon, 6)}, seed {run.seed}")
             result = train(run, found, probe, on_part, order.device)
             with out.open("a") as file:
                 file.write(json.dumps({"run": asdict(run), "result": asdict(result)}) + "\n")

@@ -58,8 +58,24 @@ def scattered(shape: tuple[int, ...]) -> int:
     return shape[0] * 81 * (shape[1] // 4) * (shape[2] // 4)
 
 
-def build(name: str, kind: Kind, shape: tuple[int, ...], classes: int, probe: Probe) -> Built:
-    """The model, tried on zeros and on probes: its output must be one finite number for each class."""
+def is_own(name: str) -> bool:
+    """Whether the model is a function in a file of the user's, written as FILE.py:function.
+
+    >>> is_own("net.py:network"), is_own("cnn"), is_own("frozen:models/net.py:network")
+    (True, False, False)
+    """
+    return backbone.parse(name) is None and name.rpartition(":")[0].endswith(".py")
+
+
+def build(
+    name: str, kind: Kind, shape: tuple[int, ...], classes: int, probe: Probe, code: str | None = None
+) -> Built:
+    """The model, tried on zeros and on probes: its output must be one finite number for each class.
+
+    Args:
+        code: the digest that the file of the user's own model must have. It is compared before anything in the file
+            is run, and what is run is what was compared.
+    """
     if name in ("cnn", "scattering") and kind != "images":
         raise PrivacyError(f"--model {name} is for images, not for {kind} data: choose linear or mlp")
     if name == "scattering":
@@ -78,9 +94,9 @@ def build(name: str, kind: Kind, shape: tuple[int, ...], classes: int, probe: Pr
         return Built(name, _checked(_cnn(shape, classes), name, shape, classes, probe), None, probe)
     if pretrained := backbone.parse(name):
         return _pretrained(name, *pretrained, kind, shape, classes, probe)
-    file, function = _own(name)
+    function, digest = _own(name, code)
     model = _checked(_call(function, name, shape, classes), name, shape, classes, probe)
-    return Built(name, model, None, probe, _code(file))
+    return Built(name, model, None, probe, digest)
 
 
 def _pretrained(
@@ -131,9 +147,13 @@ def _cnn(shape: tuple[int, ...], classes: int) -> nn.Sequential:
     )
 
 
-def _own(name: str) -> tuple[Path, Callable[..., Any]]:
-    path, colon, function = name.rpartition(":")
-    if not colon or not path.endswith(".py"):
+def _own(name: str, code: str | None) -> tuple[Callable[..., Any], str]:
+    """The function in the user's file, and the digest of the file.
+
+    The file is read once. Python's own import would read it again, or run a .pyc beside it instead.
+    """
+    path, _, function = name.rpartition(":")
+    if not is_own(name):
         raise PrivacyError(
             f"--model {name}: choose one of {', '.join(NAMES)}, or give frozen:PATH, lora:PATH or full:PATH of a "
             "pretrained model, or FILE.py:function"
@@ -141,18 +161,24 @@ def _own(name: str) -> tuple[Path, Callable[..., Any]]:
     file = Path(path)
     if not file.is_file():
         raise PrivacyError(f"--model {name}: there is no file {file}")
+    source = file.read_bytes()
+    digest = sha256(source).hexdigest()
+    if code is not None and digest != code:
+        raise PrivacyError(
+            f"the file of the model {name} has changed since the run, and was not run: restore {file} as it was"
+        )
     spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        exec(compile(source, str(file), "exec"), module.__dict__)
     except (Exception, SystemExit) as problem:
         raise PrivacyError(f"--model {name}: {file} fails with {type(problem).__name__}: {problem}") from problem
     found = getattr(module, function, None)
     if not callable(found):
         known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         raise PrivacyError(f"--model {name}: {file} has no function {function!r}; it has {', '.join(known) or 'none'}")
-    return file, found
+    return found, digest
 
 
 def _call(function: Callable[..., Any], name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -211,7 +237,3 @@ def _checked(
             "it begins with: nothing can be learned. Look for weights without a value, or a division by zero"
         )
     return model
-
-
-def _code(file: Path) -> str:
-    return sha256(file.read_bytes()).hexdigest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from rich.table import Table
 from torch import nn
 
+from dpkfc.accounting.rounding import round_up
 from dpkfc.diagnostics import clip_effect, layer_snr
 from dpkfc.diagnostics.passes import watched
 from dpkfc.diagnostics.result import is_public
@@ -20,9 +21,10 @@ from dpkfc.errors import PrivacyError
 from dpkfc.geometry.identity import Geometry
 from dpkfc.geometry.kfc import KFC
 from dpkfc.geometry.probes.probe import Probe
-from dpkfc.plan import Plan
+from dpkfc.plan import NOT_CHECKED, Plan, Unchecked
 from dpkfc.report.experiment_report import is_experiment, title_of, write_experiment_report
 from dpkfc.report.page import Facts, Grid, Picture, Section, Text, flat, picture, write_page
+from dpkfc.report.recompute import Spent, recompute
 
 FILES = ("result.json", "config.json", "plan.json")
 BY_HAND = ("lr", "rho", "clip", "epochs", "batch_size")
@@ -56,10 +58,11 @@ def write_run_report(folder: Path) -> Path:
     """Write `report.html` into the folder of a finished run."""
     result, config, fields = (_read(folder / name) for name in FILES)
     plan = Plan.from_json(fields)
+    spent = recompute(folder, result, config, plan)
     sections = [
-        Section("Privacy, in plain words", [Text(in_plain_words(result["epsilon"], result["delta"]))]),
+        Section("Privacy, in plain words", [Text([*spent.remarks, *in_plain_words(spent.epsilon, spent.delta)])]),
         Section("The guarantee", [Facts(plan.statement())]),
-        Section("What was not charged", [Text(not_charged(result, config["settings"]))]),
+        Section("What was not charged", [Text(not_charged(result, config["settings"], plan.unchecked))]),
         Section("What the model can do", _accuracy(result["test"])),
         Section("How the budget was spent", [*_lost(result), *_spending(folder / "metrics.jsonl", plan)]),
         Section("Settings, and why", [Grid(["what", "value", "why"], result["recipe"]), *_selection(result)]),
@@ -68,17 +71,22 @@ def write_run_report(folder: Path) -> Path:
         Section("The data", [Text(result["remarks"] or ["Nothing to remark."])]),
         Section("To repeat it", [Facts(flat(config))]),
     ]
-    lead = f"{result['model']}, {result['parameters']:,} parameters, {result['records']:,} records, {_budget(result)}"
+    lead = f"{result['model']}, {result['parameters']:,} parameters, {result['records']:,} records, {_budget(spent)}"
     return write_page(folder, f"Private training: {folder.resolve().name}", lead, [s for s in sections if s.parts])
 
 
 def result_table(folder: Path, report: Path) -> Table:
     """What a finished run came to, for the terminal."""
-    found = _read(folder / "result.json")
+    found, config, fields = (_read(folder / name) for name in FILES)
+    spent = recompute(folder, found, config, Plan.from_json(fields))
     table = Table(title=str(folder), title_justify="left", show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    table.add_row("epsilon spent", f"{found['epsilon']:.4g} at delta = {found['delta']:.3g}, add or remove one record")
+    table.add_row(
+        "epsilon spent", f"{round_up(spent.epsilon)} at delta = {spent.delta:.3g}, add or remove one record"
+    )
+    for remark in spent.remarks:
+        table.add_row("beware", remark)
     table.add_row("model", f"{found['model']}, {found['parameters']:,} parameters, {found['geometry']}")
     table.add_row("steps", f"{found['steps']:,} of {found['batch_size']:,} expected records of {found['records']:,}")
     if lost := found.get("lost_steps", 0):
@@ -122,7 +130,9 @@ def draw_pictures(folder: Path, model: nn.Module, geometry: Geometry, probe: Pro
             snr.plot(folder / "snr.png")
 
 
-def not_charged(result: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+def not_charged(
+    result: Mapping[str, Any], settings: Mapping[str, Any], unchecked: Sequence[Unchecked] = ()
+) -> list[str]:
     """What epsilon does not cover, of this very run."""
     said = []
     if result.get("selection"):
@@ -134,9 +144,10 @@ def not_charged(result: Mapping[str, Any], settings: Mapping[str, Any]) -> list[
         )
     else:
         said.append("No setting was given by hand; a recipe made them that looks at no record, so there is no charge.")
+    count = "The number of records" if settings.get("records") is None else "The number of records that was stated"
     said.append(
-        "The number of records, the shape of the inputs and the list of classes are taken as public. What was done "
-        "with the records before, such as cleaning, or reading a schema off them, is not charged."
+        f"{count}, the shape of the inputs and the list of classes are taken as public. What was done with the records "
+        "before, such as cleaning, or reading a schema off them, is not charged."
     )
     if result["test"]:
         said.append(
@@ -149,6 +160,8 @@ def not_charged(result: Mapping[str, Any], settings: Mapping[str, Any]) -> list[
         said.append("The run is in no ledger: what other runs on the same people cost is not added to its epsilon.")
     if settings.get("seed") is not None:
         said.append("The noise comes from a seed, and whoever knows the seed can take the noise away.")
+    told = {"ledger": True, "records": settings.get("records") is None, "seed": settings.get("seed") is not None}
+    said += [f"{NOT_CHECKED.get(what, what)}." for what in unchecked if not told.get(what)]
     return said
 
 
@@ -165,8 +178,8 @@ def in_plain_words(epsilon: float, delta: float) -> list[str]:
         return ["This run is NOT private: what it released is not covered by any guarantee."]
     if epsilon > LARGE:
         return [
-            f"So large an epsilon ({epsilon:.3g}) promises nothing: whoever sees the model may be as good as certain "
-            "whether a certain record was used. For a promise train with a smaller one, of 10 at most.",
+            f"So large an epsilon ({round_up(epsilon)}) promises nothing: whoever sees the model may be as good as "
+            "certain whether a certain record was used. For a promise train with a smaller one, of 10 at most.",
         ]
     odds = math.ceil(100 * math.exp(epsilon)) / 100  # rounded up: what is printed is still a bound
     even = math.ceil(100 * odds / (1 + odds))
@@ -174,7 +187,7 @@ def in_plain_words(epsilon: float, delta: float) -> list[str]:
         "The model was trained so that it would have come out nearly the same if any one record had been left out.",
         f"Whatever somebody knows already, seeing the model changes the odds of any guess about one record at most "
         f"{odds:.2f}-fold: an even guess whether a certain record was used is right at most {even} % of "
-        f"the time (epsilon = {epsilon:.3g}), but for a chance of {delta:.1g} (delta) that the promise fails.",
+        f"the time (epsilon = {round_up(epsilon)}), but for a chance of {delta:.1g} (delta) that the promise fails.",
         "It protects one record at a time: people with several records, and what many records share, are not hidden.",
     ]
 
@@ -256,8 +269,8 @@ def _chosen(selection: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     return [("chosen", settings), ("score", selection["score"])]
 
 
-def _budget(result: dict[str, Any]) -> str:
-    return f"epsilon {result['epsilon']:.3g} at delta {result['delta']:.1g}"
+def _budget(spent: Spent) -> str:
+    return f"epsilon {round_up(spent.epsilon)} at delta {spent.delta:.1g}"
 
 
 def _read(file: Path) -> dict[str, Any]:
