@@ -144,8 +144,8 @@ OPTIMIZERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weights_are_a_function_of_the_released_gradients_alone(name: str) -> None:
-    """Kills: run.py `_release` (or capture/) keeping sums before the noise, `p.clean = ...`, and in optim/adambc.py
-    `step`/`_step` or optim/disk.py `step` the use of `p.clean` in place of `p.grad`, in either moment.
+    """Kills: run.py `_release` keeping sums before the noise, `p.clean = ...`, and in optim/adambc.py `step` or `_step`
+    (mean, square) or in optim/disk.py `step` (from the first step or later) the use of `p.clean` for `p.grad`.
 
     The released gradients of a real run are replayed into a fresh optimizer that has never met a run.
     """
@@ -201,7 +201,7 @@ def clipped_sum(model: nn.Module, batch: Any, clip: float) -> list[Tensor]:
 @pytest.mark.parametrize("late", ["0.weight", "0.bias", "0.", "2.weight"])
 def test_parameters_unfrozen_later_are_in_the_norm_and_get_noise(late: str, noise_multiplier: float) -> None:
     """Kills: run.py `_release` with `self._layout` for `trainable`, or noise for the names in `self._layout` only;
-    run.py `_clip_and_sum` or capture/tape.py `drain` with the norms of slots that were trainable at first only.
+    capture/tape.py `drain` with the norms of slots that were trainable at first only.
 
     What is released less the clipped sum, computed by other means, is noise of the planned deviation everywhere. With
     little noise, a record that is longer than the clip would stand out by far.
@@ -257,8 +257,8 @@ def test_one_record_moves_unfrozen_and_other_parameters_by_at_most_the_clip(late
 
 @pytest.mark.parametrize("kind", ["kfc", "diagonal"])
 def test_an_automatic_clip_looks_at_no_private_record(kind: str) -> None:
-    """Kills: private.py `_clip_from_probes`, geometry/kfc.py or geometry/diagonal.py `probe_norms` with the norm of one
-    private record, of the first few or of all of them, in place of the probes' or among them.
+    """Kills: private.py `_clip_from_probes` with the norm of one private record among those of the probes;
+    `make_private` with a clip that is scaled by the norm of one.
     """
 
     def chosen(x: Tensor, y: Tensor) -> float:
@@ -332,7 +332,7 @@ STREAMS: dict[str, Any] = {
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.parametrize("resumed", [False, True])
 def test_no_earlier_noise_follows_from_a_checkpoint(name: str, resumed: bool, tmp_path: Path) -> None:
-    """Kills: run.py `state_dict` with the first or the previous key, or the key of the last noise, as text, bytes, a
+    """Kills: run.py `state_dict` with the first or the previous key, or half of the key of the last noise, as text, a
     number or a tensor; run.py `_before_step` that advances the key only at the next step; noise/stream.py
     `_Buffers.state_dict` with keys; checkpoint.py `save` writing an older state as well.
     """
@@ -406,8 +406,8 @@ def key_of(**changed: Any) -> str:
 
 
 def test_the_first_key_depends_on_each_of_32_bytes_of_the_operating_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kills: noise/rng.py `first_key` from `random`, `numpy` or `torch`; from `os.urandom(2)`, hashed or repeated; from
-    2 or from 16 of 32 bytes; run.py `__init__` with `first_key(seed or 0)`.
+    """Kills: noise/rng.py `first_key` from `random`; from `os.urandom(2)`, hashed; from 2 of 32 bytes, hashed; from 16
+    bytes, twice; run.py `__init__` with `first_key(seed or 0)`.
     """
     asked: list[int] = []
     flipped = -1
@@ -511,7 +511,7 @@ LOST = pytest.mark.xfail(reason="noise/rng.py `_sharpen_tail_` rounds it to 0: t
 )
 def test_the_tail_of_the_noise_is_not_cut(word: int, tail: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kills: noise/rng.py `_lane_of_normals` without `_sharpen_tail_`, or with radii or normals clamped at 5.8, 6.5 or
-    7.5; `_sharpen_tail_` that adds no fraction; run.py `_release` or noise/stream.py that clamps the noise.
+    7.5; `_sharpen_tail_` that adds no fraction; run.py `_release` or `add_lanes_` that clamps the noise.
 
     All words of the cipher are the same small number: radii and angles follow by Box and Muller's formula.
     """
