@@ -131,10 +131,12 @@ def test_other_models_run_through_the_same_loop(load: experiment.Load, model: st
 def test_probes_for_features(monkeypatch: pytest.MonkeyPatch, probe: dict[str, Any]) -> None:
     """Records that are rows of features, with sparse rows or rows of their own kind as probes."""
     generator = torch.Generator().manual_seed(0)
-    rows = TensorDataset(torch.rand(80, 12, generator=generator), torch.randint(2, (80,), generator=generator))
+    rows, others = (
+        TensorDataset(torch.rand(80, 12, generator=generator), torch.randint(2, (80,), generator=generator))
+        for _ in range(2)
+    )
     monkeypatch.setitem(experiment.DATASETS, "rows", (("no", "yes"), lambda data_dir: (rows, rows)))
     setting = replace(SETTING, dataset="rows", model="linear", geometry={"probe": probe, "probes": 16})
-    others = TensorDataset(*(tensor.flip(0) for tensor in rows.tensors))
     found = train(setting, lambda dataset, scaling: (rows, rows) if dataset == "rows" else (others, others))
     assert found.epsilon == pytest.approx(3.0, abs=0.01)
     narrow = TensorDataset(rows.tensors[0][:, :5], rows.tensors[1])

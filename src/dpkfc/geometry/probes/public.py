@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import KW_ONLY, dataclass
@@ -9,14 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from dpkfc.errors import PrivacyError
+from dpkfc.geometry.probes import records
 from dpkfc.geometry.probes.arguments import whole
-from dpkfc.geometry.probes.probe import Inputs, Probe, Probes
+from dpkfc.geometry.probes.probe import Probe, Probes
+from dpkfc.geometry.probes.records import LABELS as LABELS
+from dpkfc.geometry.probes.records import Columns, Overlap, digests, inputs_and_targets, overlap, shared
 
 Collate = Callable[[list[Any]], Any]
-LABELS = ("label", "labels")
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,50 +129,50 @@ class Hybrid:
         raise PrivacyError("Hybrid has no probes of its own: draw from hybrid.A and hybrid.G, each for its own factor")
 
 
-def check_apart(source: Any, private: Any) -> None:
-    """Refuse public data that is the private data, or shares records with it, as far as that can be seen."""
-    if isinstance(source, PublicData) and _overlap(source.dataset, private):
-        raise PrivacyError(
-            "PublicData holds private records: the geometry would be computed from them, and epsilon would not hold. "
-            "Give records that nobody needs protection for, or noise: PinkNoise, Tokens, Tabular"
-        )
-    for name in ("probe", "source", "A", "G"):  # of a geometry, of probes made from others
+def check_apart(source: Any, private: Any) -> bool:
+    """Refuse public data that holds private records.
+
+    Args:
+        source: a geometry, or a probe; every `PublicData` within is compared. `Oracle` is not: it says what it is.
+        private: the private data set.
+
+    Returns:
+        Were all records compared? Data sets of tensors always are. Others are read within `records.SECONDS`; if that is
+        not enough, random samples of both were compared.
+
+    Guarantee: none. Equal inputs are found, whatever their type, shape, order and labels. Records that were scaled,
+    cropped, or transformed at random in another way are not: that public data is public remains the user's word.
+    """
+    public = list({id(data): data for data in _public(source)}.values())
+    if not public:
+        return True
+    for data in public:
+        _refuse(shared(data.dataset, private))
+    begin = time.monotonic()
+    found = [digests(data.dataset, begin + records.SECONDS / 2) for data in public]
+    theirs = digests(private, begin + records.SECONDS)
+    for ours in found:
+        _refuse(overlap(ours, theirs))
+    return theirs.complete and all(ours.complete for ours in found)
+
+
+def _public(source: Any) -> Iterator[PublicData]:
+    """Every PublicData of a geometry, or of a probe made from others."""
+    if isinstance(source, PublicData):
+        yield source
+    for name in ("probe", "source", "A", "G"):
         if (inner := getattr(source, name, None)) is not None:
-            check_apart(inner, private)
+            yield from _public(inner)
 
 
-def _overlap(one: Any, other: Any) -> bool:
-    return any(_meet(*some, *others) for some in _parts(one) for others in _parts(other))
-
-
-def _parts(data: Any, rows: list[int] | None = None) -> Iterator[tuple[Any, list[int] | None]]:
-    """The data sets that one is made of, and which of their rows; None: all."""
-    if isinstance(data, Subset):
-        own = [int(row) for row in data.indices]
-        yield from _parts(data.dataset, own if rows is None else [own[row] for row in rows])
-    elif isinstance(data, ConcatDataset):
-        begin = 0
-        for part in data.datasets:
-            end = begin + len(part)  # type: ignore[arg-type]
-            yield from _parts(part, None if rows is None else [row - begin for row in rows if begin <= row < end])
-            begin = end
-    else:
-        yield data, rows
-
-
-def _meet(one: Any, rows: list[int] | None, other: Any, its_rows: list[int] | None) -> bool:
-    if one is other:
-        return rows is None or its_rows is None or not set(rows).isdisjoint(its_rows)
-    tensors = [list(getattr(data, "tensors", ())) for data in (one, other)]
-    return rows is its_rows is None and any(_share(x, y) for x in tensors[0] for y in tensors[1])
-
-
-def _share(one: Any, other: Any) -> bool:
-    """Memory that belongs to both."""
-    if not (isinstance(one, Tensor) and isinstance(other, Tensor) and one.is_contiguous() and other.is_contiguous()):
-        return False
-    (low, high), (begin, end) = ((x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()) for x in (one, other))
-    return one.device == other.device and low < end and begin < high
+def _refuse(found: Overlap) -> None:
+    if found.evident:
+        raise PrivacyError(
+            f"PublicData holds private records: {len(found.places)} of {found.compared} public records that were "
+            f"compared equal private ones, such as the one at position {found.places[0]}. The geometry would be "
+            "computed from them, and epsilon would not hold. Remove them from PublicData, or use noise instead: "
+            "PinkNoise, Tokens, Tabular"
+        )
 
 
 def _records(where: str, data: Any) -> Any:
@@ -186,7 +189,7 @@ def _records(where: str, data: Any) -> Any:
             raise PrivacyError(
                 f"{where}: dataset: the tensors have {[len(part) for part in tensors]} records: not equal"
             )
-        data = _Columns(dict(data)) if isinstance(data, Mapping) else TensorDataset(*tensors)
+        data = Columns(dict(data)) if isinstance(data, Mapping) else TensorDataset(*tensors)
     if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and isinstance(data, Sized)):
         raise PrivacyError(
             f"{where}: dataset={type(data).__name__} has no length and no index: pass a map-style Dataset or tensors"
@@ -196,29 +199,16 @@ def _records(where: str, data: Any) -> Any:
     return data
 
 
-class _Columns:
-    """A dict of tensors, record by record."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
-
-    def __len__(self) -> int:
-        return len(next(iter(self.tensors.values())))
-
-    def __getitem__(self, row: int) -> dict[str, Tensor]:
-        return {name: tensor[row] for name, tensor in self.tensors.items()}
-
-
 def _draw(
     where: str, dataset: Any, labels: bool, collate: Collate | None, count: int, generator: torch.Generator
 ) -> Probes:
     """Different records as long as there are enough; random transforms are seeded from `generator`, not globally."""
     whole(f"{where}.draw: count", count, 1)
-    records = len(dataset)
-    if records >= count:
-        rows = torch.randperm(records, generator=generator)[:count]
+    size = len(dataset)
+    if size >= count:
+        rows = torch.randperm(size, generator=generator)[:count]
     else:
-        rows = torch.randint(records, (count,), generator=generator)
+        rows = torch.randint(size, (count,), generator=generator)
     seed = int(torch.randint(2**62, (), generator=generator))
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -230,7 +220,7 @@ def _draw(
                 f"{where}: the records do not make a batch ({str(error).splitlines()[0]}): pass collate=, "
                 "a function from a list of records to a batch of tensors"
             ) from error
-    inputs, targets = _inputs_and_targets(batch)
+    inputs, targets = inputs_and_targets(batch)
     for name, tensor in _named(inputs):
         if not isinstance(tensor, Tensor):
             raise PrivacyError(
@@ -243,24 +233,6 @@ def _draw(
             "'label' or 'labels', or pass labels=False"
         )
     return Probes(inputs, targets if labels else None)
-
-
-def _inputs_and_targets(batch: Any) -> tuple[Inputs, Any]:
-    if isinstance(batch, Mapping):
-        found = [batch[name] for name in LABELS if name in batch]
-        return {name: value for name, value in batch.items() if name not in LABELS}, found[0] if found else None
-    if not isinstance(batch, tuple | list):
-        return batch, None
-    if len(batch) == 1:
-        return _plain(batch[0]), None
-    return _plain(batch[0]) if len(batch) == 2 else tuple(batch[:-1]), batch[-1]
-
-
-def _plain(inputs: Any) -> Inputs:
-    """Inputs that came as one element of a record: a tensor, or themselves a dict or tuple."""
-    if isinstance(inputs, Mapping):
-        return dict(inputs)
-    return tuple(inputs) if isinstance(inputs, list) else inputs
 
 
 def _named(inputs: Any) -> list[tuple[str, Any]]:
