@@ -508,12 +508,12 @@ def test_a_charge_pays_for_one_tuning(
     tune_privately(Training(), plan=PLAN, storage=storage, ledger=ledger)
     tune_privately(Training(), plan=PLAN, ledger=ledger)
     assert len(ledger.runs()) == 2, "another tuning has another name, and another charge"
-    ledger.open_run("mine", PLAN.mechanism)  # a kill before the charge: nothing was seen yet
+    ledger.open_run("mine", PLAN.mechanism, delta=PLAN.delta)  # a kill before the charge: nothing was seen yet
     tune_privately(Training(), plan=PLAN, storage=tmp_path / "a.db", ledger=ledger, run_id="mine")
     for place in (None, tmp_path / "b.db", tmp_path / "b.db"):
         with pytest.raises(PrivacyError, match="is closed"):
             tune_privately(Training(), plan=PLAN, storage=place, ledger=ledger, run_id="mine")
-    ledger.open_run("other", PLAN.mechanism)
+    ledger.open_run("other", PLAN.mechanism, delta=PLAN.delta)
     ledger.charge("other", PLAN.steps)
     for place in (None, tmp_path / "b.db", tmp_path / "b.db"):
         with pytest.raises(PrivacyError, match="was charged for another tuning"):
