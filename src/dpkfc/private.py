@@ -140,7 +140,7 @@ def make_private(
     check_model(model)
     check_optimizer(model, optimizer)
     geometry = Identity() if geometry is None else geometry
-    check_apart(geometry, data)
+    public_data = check_apart(geometry, data)
     collate = options.get("collate_fn", default_collate)
     trials: list[Any] = []
     if declared is not None or collate is not default_collate:
@@ -156,6 +156,7 @@ def make_private(
         "seed": seed is not None,
         "ledger": ledger is None,
         "records": records is None,
+        "public data": not public_data,
     }
     records = count if records is None else records
     batch_size, steps = batches(records, batch_size, epochs, steps)

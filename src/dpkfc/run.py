@@ -198,8 +198,7 @@ class Private:
         run, step, lost, key = state["run"], state["step"], state["lost_steps"], bytes.fromhex(state["key"])
         charged = max(lineage.steps_here(run) or 0, self.charged if run == self._run else 0)
         if self._ledger is not None:
-            charged = max(charged, self._ledger.open_run(run, plan.mechanism))
-            self._ledger_open = True
+            charged = max(charged, self._open_in_ledger(self._ledger, run, plan))
         if charged > step + lost:
             self._check_restart()
             lost, fresh = charged - step, True
@@ -215,6 +214,11 @@ class Private:
         self.not_private = NotPrivate(**state["not_private"])
         self._group_key = bytes.fromhex(state["groups"])
         self._forget_batch()
+
+    def _open_in_ledger(self, ledger: Ledger, run: str, plan: Plan) -> int:
+        charged = ledger.open_run(run, plan.mechanism, delta=plan.delta, unchecked=plan.unchecked)
+        self._ledger_open = True
+        return charged
 
     def _check_state(self, state: dict[str, Any]) -> Plan:
         """Refuse a state that cannot be continued from here, with nothing changed; the plan to continue with."""
@@ -290,8 +294,7 @@ class Private:
                 "would leak; call step() for every batch. For larger batches set batch_size and max_physical_batch_size"
             )
         if self._ledger is not None and not self._ledger_open:
-            self._ledger.open_run(self._run, self.plan.mechanism)
-            self._ledger_open = True
+            self._open_in_ledger(self._ledger, self._run, self.plan)
         if chunk.first:
             self._forget_batch()
             self._begin_step(chunk.step)

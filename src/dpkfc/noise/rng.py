@@ -90,9 +90,10 @@ def _lane_of_normals(key: bytes, lane: int, count: int) -> Tensor:
     for numbers, offset in ((u, 0), (angle, HALF)):
         _fill(key, 4 * (lane * LANE + offset), _workspace.bits, 4 * blocks)
         numbers.copy_(_workspace.words[:pairs])
+    u.add_(0.5)
     if float(u.min()) < TAIL:
         _sharpen_tail_(u, key, lane)
-    radius = u.add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
+    radius = u.mul_(2.0**-32).log_().mul_(-2).sqrt_()
     angle.mul_(2 * math.pi * 2.0**-32)
     torch.cos(angle, out=normals[:pairs]).mul_(radius)
     if count > HALF:
@@ -101,13 +102,16 @@ def _lane_of_normals(key: bytes, lane: int, count: int) -> Tensor:
 
 
 def _sharpen_tail_(u: Tensor, key: bytes, lane: int) -> None:
-    """Give the integers below `TAIL` a fraction of 32 bits, from a stream of its own at the same position."""
+    """Give the integers below `TAIL` a fraction of 32 bits, from a stream of its own at the same position.
+
+    In `u` they have the fraction one half, as all others.
+    """
     bits = bytearray(32)
     for column in (u < TAIL).nonzero().flatten().tolist():
         position = 4 * (lane * HALF + column)
         _fill(sub_key(key, "tail"), position - position % 16, bits, 16)
         fraction = (int.from_bytes(bits[position % 16 : position % 16 + 4], "little") + 0.5) / 2**32
-        u[column] += fraction - 0.5  # the half is added to every u
+        u[column] = float(u[column]) - 0.5 + fraction  # in float64, so that the smallest are not lost
 
 
 def normal_lanes(key: bytes, count: int) -> Iterator[Tensor]:
