@@ -61,7 +61,7 @@ def restore(run_directory: str | Path, loaded: Loaded | None = None) -> nn.Modul
     name, code = config["settings"]["model"], config.get("code")
     if is_own(name) and not (isinstance(code, str) and code):
         raise PrivacyError(
-            f"{folder}/config.json names the model {name} without a digest of its file (\"code\"), so nobody can tell "
+            f'{folder}/config.json names the model {name} without a digest of its file ("code"), so nobody can tell '
             "whether it is the file that was trained with; it was not run. Restore config.json as the run wrote it"
         )
     built = build(name, kind, tuple(config["shape"]), len(config["classes"]), probe, code)

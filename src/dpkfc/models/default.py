@@ -67,9 +67,7 @@ def is_own(name: str) -> bool:
     return backbone.parse(name) is None and name.rpartition(":")[0].endswith(".py")
 
 
-def build(
-    name: str, kind: Kind, shape: tuple[int, ...], classes: int, probe: Probe, code: str | None = None
-) -> Built:
+def build(name: str, kind: Kind, shape: tuple[int, ...], classes: int, probe: Probe, code: str | None = None) -> Built:
     """The model, tried on zeros and on probes: its output must be one finite number for each class.
 
     Args:

@@ -74,9 +74,7 @@ def _compared(stated: Any, epsilon: float, remarks: list[str]) -> float:
     return max(epsilon, float(stated))
 
 
-def _steps(
-    folder: Path, result: Mapping[str, Any], plan: Plan, charged: LedgerRun | None, remarks: list[str]
-) -> int:
+def _steps(folder: Path, result: Mapping[str, Any], plan: Plan, charged: LedgerRun | None, remarks: list[str]) -> int:
     stated = result.get("steps")
     lost = result.get("lost_steps", 0)
     if not (_is_count(stated) and _is_count(lost)):

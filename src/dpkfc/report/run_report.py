@@ -82,9 +82,7 @@ def result_table(folder: Path, report: Path) -> Table:
     table = Table(title=str(folder), title_justify="left", show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    table.add_row(
-        "epsilon spent", f"{round_up(spent.epsilon)} at delta = {spent.delta:.3g}, add or remove one record"
-    )
+    table.add_row("epsilon spent", f"{round_up(spent.epsilon)} at delta = {spent.delta:.3g}, add or remove one record")
     for remark in spent.remarks:
         table.add_row("beware", remark)
     table.add_row("model", f"{found['model']}, {found['parameters']:,} parameters, {found['geometry']}")
