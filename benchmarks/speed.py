@@ -57,6 +57,7 @@ from dpkfc.geometry.identity import Geometry
 
 CLIP = NOISE_MULTIPLIER = 1.0
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
+LONG = 100_000  # steps of a plan: the few at which a run compares its loop with the declared loss are then rare
 EVERY = 50  # steps from one refresh of DP-KFC to the next
 DISTURBED = 1.5  # the median over the best round from which a time is called disturbed
 PACKAGES = ("dpkfc", "opacus", "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2")
@@ -162,7 +163,7 @@ def _private(workload: Workload, model: nn.Module, batch: Record, steps: int, ge
         TensorDataset(*batch),
         noise_multiplier=NOISE_MULTIPLIER,
         delta=1e-5,
-        steps=steps,
+        steps=max(steps, LONG),
         batch_size=workload.batch_size,
         clip=CLIP,
         geometry=geometry,

@@ -175,17 +175,24 @@ def check_loss(
         return scalar_loss(model, inputs, loss)
 
     _demand_isolation(model, tape, batch, rows, loss_of, "the model or the loss")
+    with _kept_buffers(model), _eval_mode(model):
+        _demand_reduction(model, tape, batch, rows, loss_of, mean_loss)
+
+
+def _demand_reduction(
+    model: nn.Module, tape: Tape, batch: Any, rows: int, loss_of: Callable[[Any], Tensor], mean_loss: bool
+) -> None:
+    """With half as many records, the gradients of a mean are twice as long, and those of a sum stay."""
     half = rows // 2
     fewer, share = pick(batch, rows, list(range(half))), half / rows if mean_loss else 1.0
     ratios: list[float] = []  # of a record's gradient among few to that among all, but for the reduction
-    with _eval_mode(model):
-        for seed in range(DRAWS):
-            whole, part = (_gradients(model, tape, some, loss_of, seed) for some in (batch, fewer))
-            assert whole.squared_norms is not None and part.squared_norms is not None
-            of_all, of_few = whole.squared_norms[:half].sqrt(), part.squared_norms.sqrt() * share
-            sound = of_all.isfinite() & of_few.isfinite() & (of_all > 0) & (of_few > 0)
-            ratios += (of_few / of_all)[sound].tolist()
-            tape.recycle()
+    for seed in range(DRAWS):
+        whole, part = (_gradients(model, tape, some, loss_of, seed) for some in (batch, fewer))
+        assert whole.squared_norms is not None and part.squared_norms is not None
+        of_all, of_few = whole.squared_norms[:half].sqrt(), part.squared_norms.sqrt() * share
+        sound = of_all.isfinite() & of_few.isfinite() & (of_all > 0) & (of_few > 0)
+        ratios += (of_few / of_all)[sound].tolist()
+        tape.recycle()
     if not ratios:
         return
     ratio, spread = median(ratios), max(ratios) / min(ratios)
@@ -264,12 +271,11 @@ def _demand_isolation(
 
     Shapes, random masks and the scale of the loss stay the same, so that the gradients agree to rounding in any dtype.
     """
-    before = {name: b.clone() for name, b in model.named_buffers()}
-    try:
+    with _kept_buffers(model) as restore:
         whole = _gradients(model, tape, inputs, loss_of)
         buffers = {name: b.clone() for name, b in model.named_buffers()}
         for row in range(rows):
-            _restore(model, before)
+            restore()
             alone = _gradients(model, tape, pick(inputs, rows, [row] * rows), loss_of)
             for name, b in model.named_buffers():
                 if not torch.equal(torch.nan_to_num(b), torch.nan_to_num(buffers[name])):
@@ -279,9 +285,6 @@ def _demand_isolation(
                     )
             among_others, among_copies = (Fingerprint.of(found, _one_row(rows, row)) for found in (whole, alone))
             demand_same(among_others, among_copies, model, who)
-            tape.recycle()
-    finally:
-        _restore(model, before)
         tape.recycle()
 
 
@@ -323,10 +326,20 @@ def _one_row(rows: int, row: int) -> Tensor:
     return torch.eye(rows)[row]
 
 
-def _restore(model: nn.Module, buffers: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, b in model.named_buffers():
-            b.copy_(buffers[name])
+@contextlib.contextmanager
+def _kept_buffers(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """What a trial does to buffers is undone at its end, and whenever the function that this yields is called."""
+    before = [b.clone() for b in model.buffers()]
+
+    def restore() -> None:
+        with torch.no_grad():
+            for b, value in zip(model.buffers(), before, strict=True):
+                b.copy_(value)
+
+    try:
+        yield restore
+    finally:
+        restore()
 
 
 def _linear_loss(out: Any) -> Tensor:

@@ -8,7 +8,9 @@ from collections.abc import Callable, Container
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dpkfc.errors import PrivacyError
 
@@ -37,22 +39,31 @@ def no_new_parameters(model: nn.Module, known: Container[nn.Parameter]) -> None:
             )
 
 
-def watch_other_modules(is_known: Callable[[nn.Parameter], bool]) -> RemovableHandle:
-    """While a private batch is open, refuse every module whose trainable parameters no private run knows."""
+Touched = WeakIdKeyDictionary  # parameters of no private model that were used on a private batch; the values are names
+
+
+def note_other_modules(is_known: Callable[[nn.Parameter], bool], touched: Touched) -> RemovableHandle:
+    """Until the handle is removed, note every trainable parameter that a module uses and no private run knows."""
 
     def look(module: nn.Module, args: object) -> None:
         if not module._parameters or not torch.is_grad_enabled():
             return
         for name, p in module._parameters.items():
             if p is not None and p.requires_grad and isinstance(p, nn.Parameter) and not is_known(p):
-                raise PrivacyError(
-                    f"{type(module).__name__} with the trainable parameter '{name}' of shape {list(p.shape)} was "
-                    "called on a private batch, and is part of no private model: it would be trained without clipping "
-                    "and noise. Put it into the model before make_private; or, if it is not to be trained, set "
-                    "requires_grad=False or call it under torch.no_grad()"
-                )
+                touched[p] = f"{type(module).__name__}.{name}"
 
     return register_module_forward_pre_hook(look)
+
+
+def not_stepped(optimizer: Optimizer, touched: Touched) -> None:
+    """An optimizer of no private run steps none of the parameters that were used on a private batch."""
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p.grad is not None and p in touched:
+            raise PrivacyError(
+                f"{type(optimizer).__name__} is about to train {touched[p]} of shape {list(p.shape)}, which was used "
+                "on a private batch and is part of no private model: its gradient is neither clipped nor noised. Put "
+                "the module into the model before make_private, or do not train it within the private loop"
+            )
 
 
 def weights_digest(parameters: dict[str, nn.Parameter]) -> str:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dpkfc import checkpoint, guards, lineage
 from dpkfc.accounting.ledger import Ledger
@@ -99,6 +100,7 @@ class Private:
         self._checkpoint: tuple[Path, str] | None = None  # continued from here, and not yet claimed
         self._weights: str | None = self._weights_digest()  # what they must be at the next step; None: not looked at
         self._watch: Callable[[], object] = _nothing  # ends the watch over other modules while a batch is open
+        self._touched = guards.Touched()
         self._detached = False
         self._lost_steps = 0  # charged by a run that did not survive to write them into its checkpoint
         self._ledger_open = False
@@ -308,7 +310,8 @@ class Private:
             self._witness = Witness.of(batch, chunk.rows)
         own = weakref.ref(self)
         self._watch()
-        self._watch = weakref.finalize(self, guards.watch_other_modules(lambda p: _is_private(p, own())).remove)
+        watch = guards.note_other_modules(lambda p: _is_private(p, own()), self._touched)
+        self._watch = weakref.finalize(self, watch.remove)
 
     def _begin_step(self, step: int) -> None:
         """What is looked at once for a logical batch, before the first part of it is handed out."""
@@ -343,6 +346,7 @@ class Private:
     def end_iteration(self) -> None:
         """The loop was left, or has come to its end: what happens now has nothing to do with a private batch."""
         self._watch()
+        self._touched.clear()
 
     def _refresh(self) -> None:
         """New maps at the present weights, which are public: results of earlier steps. No record has a part in it."""
@@ -573,3 +577,13 @@ def _load_geometry(geometry: Geometry, state: dict[str, Any]) -> None:
     except BaseException:
         geometry.load_state_dict(before)
         raise
+
+
+def _watch_other_optimizers(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    touched = [run._touched for run in _LIVE if run._touched]
+    if touched and not any(optimizer is run.optimizer for run in _LIVE if not run._detached):
+        for parameters in touched:
+            guards.not_stepped(optimizer, parameters)
+
+
+register_optimizer_step_pre_hook(_watch_other_optimizers)

@@ -539,18 +539,30 @@ def begin_again(private: dpkfc.Private, model: nn.Module) -> dpkfc.Private:
 
 
 @pytest.mark.parametrize("detached", [False, True])
-def test_a_head_outside_the_model_is_refused_on_a_private_batch(detached: bool) -> None:
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_head_outside_the_model_with_an_optimizer_of_its_own_is_refused(when: str, detached: bool) -> None:
+    """A stateless teacher, or an oracle, may be called; what it must not be is trained."""
     model, head = network(), nn.Linear(CLASSES, CLASSES)
-    private = begin(model, records())
-    for x, _ in private.loader:
-        out = model(x)
-        with pytest.raises(dpkfc.PrivacyError, match="part of no private model"):
-            head(out.detach() if detached else out)
-        with torch.no_grad():
-            head(out)
+    other = torch.optim.SGD(head.parameters(), lr=0.1)
+    private, before = begin(model, records()), head.weight.detach().clone()
+    for x, y in private.loader:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        if detached:
+            head(model(x).detach()).sum().backward()
+        else:
+            head.weight.grad = torch.ones_like(head.weight)  # as a joint backward would leave it behind
+            head(torch.zeros(1, CLASSES))
+        if when == "after":
+            private.optimizer.step()
+        with pytest.raises(dpkfc.PrivacyError, match=r"Linear\.weight of shape .* part of no private model"):
+            other.step()
         break
-    head(torch.zeros(1, CLASSES)).sum().backward()  # outside the loop it is nobody's business
-    assert head.weight.grad is not None
+    assert torch.equal(head.weight, before)
+    private.detach()
+    head.zero_grad()
+    head(torch.zeros(1, CLASSES)).sum().backward()
+    other.step()  # outside the loop it is nobody's business
 
 
 def test_two_private_models_may_meet_in_one_loop() -> None:

@@ -567,6 +567,7 @@ def test_an_unseeded_run_keeps_its_groups_when_it_is_resumed(by: str, tmp_path: 
     if by == "file":
         fresh.load(tmp_path / "checkpoint")
     else:
+        fresh.model.load_state_dict(private.model.state_dict())
         fresh.load_state_dict(private.state_dict())
     seen = [(row, step % 4) for step, rows in drawn(fresh, 30) for row in rows]
     assert len(seen) > 200 and all(group[row] == turn for row, turn in seen)

@@ -60,8 +60,9 @@ def test_nothing_but_the_best_try_is_released(monkeypatch: pytest.MonkeyPatch) -
         return private, 1000.0 - trial.number
 
     chosen = dpkfc.tune_privately(objective, plan=private.plan)
-    assert {field.name for field in dataclasses.fields(Selected)} == {"settings", "score", "state_dict", "plan"}
-    assert vars(chosen).keys() == {"settings", "score", "state_dict", "plan"}
+    released = {"settings", "score", "state_dict", "plan", "run_id"}  # the name is that of the tuning in the ledger
+    assert {field.name for field in dataclasses.fields(Selected)} == released
+    assert vars(chosen).keys() == released
     assert chosen.settings is not None and chosen.settings.keys() == {"lr"} and chosen.score == 1000.0
     assert chosen.plan == private.plan, "as it was before the first try"
     assert chosen.state_dict is not None and chosen.state_dict.keys() == {"weight"}
