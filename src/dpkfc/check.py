@@ -25,13 +25,11 @@ from torch.utils._pytree import tree_leaves
 
 from dpkfc.batch import all_equal, copied, has_rows, pick
 from dpkfc.capture.tape import Captured, Hook, Slot, Tape
-from dpkfc.compare import Fingerprint, difference
+from dpkfc.compare import EXACT, Fingerprint, difference
 from dpkfc.errors import PrivacyError
 from dpkfc.generators import kept_generators
 
 ROWS = 4  # records in a trial batch
-ISOLATED = 1e-4  # of a gradient, may differ when other records are exchanged: the computation is the same
-SAME = 1e-3  # where kernels, or the extent of autocast, may differ
 DRAWS = 4  # of the random numbers that a loss may use, to tell how it combines records
 ROUNDED = 1.1  # the most by which rounding, also in bfloat16, changes the length of a gradient
 MEAN_OR_SUM = 1.4  # with random numbers in the loss: a mean over half as many records has gradients twice as long
@@ -290,7 +288,7 @@ def _demand_isolation(
 
 def demand_same(one: Fingerprint, other: Fingerprint, model: nn.Module, who: str) -> None:
     """Between the passes other records of the batch were exchanged; the gradients of these must not notice."""
-    found = difference(one, other, ISOLATED)
+    found = difference(one, other, EXACT)
     if found is not None:
         raise PrivacyError(
             f"{who} mixes the records of a batch: with other records beside it, a record's gradient is another one (by "

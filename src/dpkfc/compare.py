@@ -50,14 +50,24 @@ class Difference:
     slot: Slot | None  # where most of it is
 
 
-def tolerance(eps: float, least: float) -> float:
-    """For gradients computed with relative rounding error `eps`: 6 % in bfloat16, `least` in float32."""
-    return max(least, 16 * eps)
+@dataclass(frozen=True)
+class Tolerance:
+    """The part of a gradient that may differ: `least`, or more where a coarse dtype rounds more."""
+
+    least: float
+    roundings: int  # each of the relative error of the dtype
+
+    def limit(self, eps: float) -> float:
+        return max(self.least, self.roundings * eps)
 
 
-def difference(one: Fingerprint, other: Fingerprint, least: float, with_norms: bool = True) -> Difference | None:
+EXACT = Tolerance(1e-4, roundings=4)  # the same computation: 3 % in bfloat16
+SAME = Tolerance(1e-3, roundings=16)  # kernels, or the extent of autocast, may differ: 12 % in bfloat16
+
+
+def difference(one: Fingerprint, other: Fingerprint, tolerance: Tolerance) -> Difference | None:
     """None if the gradients of the records with a weight are the same."""
-    limit = tolerance(max(one.eps, other.eps), least)
+    limit = tolerance.limit(max(one.eps, other.eps))
     rows = one.weights != 0
     norms, others = one.norms[rows], other.norms[rows]
     finite = torch.isfinite(norms) & torch.isfinite(others)
@@ -69,7 +79,7 @@ def difference(one: Fingerprint, other: Fingerprint, least: float, with_norms: b
     worst = max(apart, key=lambda slot: apart[slot], default=None)
     total = sum(distance**2 for distance in apart.values()) ** 0.5
     same = same_rows and total <= limit * size
-    if same and with_norms and len(norms):
+    if same and len(norms):
         same = bool(((norms - others).abs() <= limit * larger.clamp(min=SMALL * float(larger.max()))).all())
     if same:
         return None

@@ -30,7 +30,7 @@ Sampling = Literal["poisson", "cyclic-poisson", "min-separated"]
 Unchecked = Literal["loss", "model", "seed", "ledger", "records", "public data"]
 NOT_CHECKED: dict[Unchecked, str] = {
     "loss": 'loss="unchecked": nobody tried whether the loss keeps the records apart, as epsilon assumes',
-    "model": "check=False: nobody tried whether the model keeps the records apart, as epsilon assumes",
+    "model": "check=False: nobody tried in the loop whether model and loss keep the records apart, as epsilon assumes",
     "seed": "the noise comes from a seed: whoever knows it can subtract the noise",
     "ledger": "no ledger: other runs on the same records are not part of this epsilon, nor are steps lost in a crash",
     "records": "records= was not given: the number of records is that of the data set, and is treated as public",

@@ -98,7 +98,8 @@ def make_private(
         seed: reproducible noise and sampling, for experiments only. By default the keys come from the operating
             system and nobody can reproduce the noise.
         grad_scaler: the torch.amp.GradScaler of a float16 loop, so that its scale can be divided out.
-        check: try on the first batch that the model keeps the records apart.
+        check: compare the loop with the declared loss, and try that records are kept apart, at the first step and at a
+            few secretly chosen later ones.
 
     >>> import torch, dpkfc
     >>> model = torch.nn.Linear(4, 2)

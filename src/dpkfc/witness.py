@@ -10,7 +10,7 @@ stay as they are.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from dpkfc.batch import all_equal, copied, pick
 from dpkfc.capture.tape import Captured, Tape
-from dpkfc.check import SAME, demand_same, scalar_loss, where
-from dpkfc.compare import Difference, Fingerprint, difference
+from dpkfc.check import demand_same, scalar_loss, where
+from dpkfc.compare import SAME, Difference, Fingerprint, difference
 from dpkfc.errors import PrivacyError
 from dpkfc.generators import get_generators, kept_generators, set_generators
 
@@ -140,7 +140,7 @@ def _replay(
 
 
 @contextmanager
-def _as_in_loop(seen: Witness, model: nn.Module):  # type: ignore[no-untyped-def]
+def _as_in_loop(seen: Witness, model: nn.Module) -> Iterator[None]:
     """Modes, buffers and autocast as they were when the loop called the model; afterwards as they are now."""
     device = next(model.parameters()).device.type
     modes = [module.training for module in model.modules()]
@@ -164,7 +164,7 @@ def _as_in_loop(seen: Witness, model: nn.Module):  # type: ignore[no-untyped-def
 def _in_words(found: Difference, model: nn.Module) -> str:
     how = (
         f"{found.ratio:.3g} times as long"
-        if abs(found.ratio - 1) > SAME
+        if abs(found.ratio - 1) > SAME.least
         else f"different by {found.share:.2g} of their length"
     )
     return (
@@ -172,5 +172,6 @@ def _in_words(found: Difference, model: nn.Module) -> str:
         f"its gradients are {how} (most at {where(model, found.slot)}). Nothing was released. Declare what the loop "
         "computes, or compute what is declared. Often it is a loss divided by the number of parts of a batch (give "
         "the mean of each part, or use max_physical_batch_size), class weights, a mean over all tokens "
-        "(num_items_in_batch of Hugging Face's Trainer), or inputs that the loop changes before the model sees them"
+        "(num_items_in_batch of Hugging Face's Trainer), inputs that the loop changes before the model sees them, or "
+        "random numbers from a generator of the loss's own, which cannot be repeated"
     )
