@@ -122,7 +122,9 @@ def weights(out: Path) -> dict[str, list[float]]:
     return {name: value.flatten().tolist() for name, value in load_file(out / "model.safetensors").items()}
 
 
-def test_a_stopped_and_a_killed_run_end_as_one_that_went_through(own: Settings, tmp_path: Path) -> None:
+def test_a_stopped_run_ends_as_one_that_went_through_and_a_killed_one_uses_no_noise_twice(
+    own: Settings, tmp_path: Path
+) -> None:
     data = some_data()
     assert fit(data, own, tmp_path / "whole", console=QUIET)
     assert not fit(data, own, tmp_path / "stopped", console=QUIET, on_step=stop_at(2))
@@ -135,10 +137,13 @@ def test_a_stopped_and_a_killed_run_end_as_one_that_went_through(own: Settings, 
     with pytest.raises(OSError, match="killed"):
         fit(data, own, tmp_path / "killed", console=QUIET, on_step=kill_at(5))
     assert fit(data, own, tmp_path / "killed", console=QUIET)
-    assert weights(tmp_path / "whole") == weights(tmp_path / "stopped") == weights(tmp_path / "killed")
-    lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "stopped", "killed")]
+    assert weights(tmp_path / "whole") == weights(tmp_path / "stopped") != weights(tmp_path / "killed")
+    lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "stopped")]
     steps = [[(json.loads(line)["step"], json.loads(line)["epsilon"]) for line in found] for found in lines]
-    assert steps[0] == steps[1] == steps[2] and [step for step, _ in steps[0]] == [3, 6]
+    assert steps[0] == steps[1] and [step for step, _ in steps[0]] == [3, 6]
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "killed")]
+    assert results[0]["epsilon"] == results[1]["epsilon"], "what the kill took stays charged"
+    assert results[1]["lost_steps"] > 0 and results[1]["steps"] + results[1]["lost_steps"] == STEPS
 
 
 def test_what_a_finished_run_leaves(

@@ -102,7 +102,8 @@ def fit(
         source: how the data was loaded, for config.json; by default as `loaded` says.
         on_step: called after every step with the number of steps taken.
 
-    The same call goes on where the last one stopped, bit for bit as if it had not.
+    The same call goes on where the last one stopped, bit for bit as if it had not. If it was killed, it goes on from
+    the last checkpoint with fresh noise: what the steps after that one released may have been seen.
     """
     console = console or Console()
     check(settings)

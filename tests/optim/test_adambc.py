@@ -89,10 +89,14 @@ def go(model: nn.Module, optimizer: Any, run: dpkfc.Private, steps: int = 12) ->
 
 def test_the_variance_is_that_of_the_noise_in_the_gradient() -> None:
     """Measured on a parameter that the data do not reach."""
-    model, optimizer, run = private(lambda m: DPAdamBC([*m.parameters()], lr=0.0), steps=3000)
-    for p in model[0].parameters():
-        p.data.zero_()
-    model[2].weight.data.zero_()
+
+
+    def at_zero(model: Any) -> DPAdamBC:
+        for p in (*model[0].parameters(), model[2].weight):
+            p.data.zero_()
+        return DPAdamBC([*model.parameters()], lr=0.0)
+
+    model, optimizer, run = private(at_zero, steps=3000)
     seen: list[torch.Tensor] = []
     optimizer.register_step_pre_hook(lambda *_: seen.append(model[0].weight.grad.clone()))
     go(model, optimizer, run, 3000)
@@ -139,9 +143,10 @@ def test_an_optimizer_that_does_not_know_the_noise_says_so() -> None:
 
 def test_resuming_continues_bit_for_bit(tmp_path: Path) -> None:
     model, optimizer, run = private()
-    go(model, optimizer, run, 5)
-    run.save(tmp_path / "kept")
-    go(model, optimizer, run, 7)
+    go(model, optimizer, run, 12)
+    first, its_optimizer, stopped = private()
+    go(first, its_optimizer, stopped, 5)
+    stopped.save(tmp_path / "kept")
     again, its_optimizer, resumed = private(seed=7)
     resumed.load(tmp_path / "kept")
     go(again, its_optimizer, resumed, 7)

@@ -156,9 +156,10 @@ def test_two_gradients_are_combined_record_by_record_before_the_clip(geometry: A
 @pytest.mark.parametrize(("kappa", "gamma"), [(0.7, None), (0.7, 1.0)])
 def test_resuming_continues_bit_for_bit(maker: Any, kappa: float, gamma: float | None, tmp_path: Path) -> None:
     model, disk, run = run_with(maker, kappa, gamma)
-    go(model, disk, run, 4)
-    run.save(tmp_path / "kept")
-    go(model, disk, run, 6)
+    go(model, disk, run, 10)
+    first, its_disk, stopped = run_with(maker, kappa, gamma)
+    go(first, its_disk, stopped, 4)
+    stopped.save(tmp_path / "kept")
     again, its_disk, resumed = run_with(maker, kappa, gamma, seed=9)
     resumed.load(tmp_path / "kept")
     go(again, its_disk, resumed, 6)
