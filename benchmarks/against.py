@@ -1,11 +1,13 @@
 """Time of a private step in this checkout against another commit: two processes that take turns on the same machine.
 
     python -m benchmarks.against HEAD~5
-    python -m benchmarks.against v0.1 --workloads mlp,cnn --arms dpkfc,dpkfc_kfc --rounds 25
+    python -m benchmarks.against v0.1 --workloads mlp,cnn --arms dpkfc,dpkfc_kfc --pairs 21
 
 Each process builds the arm of its own checkout's `benchmarks.speed` and takes its steps only when it is told to, so
 that whatever slows the machine slows both alike. A round is a few steps of one and then of the other, in alternating
-order. The ratio of each round is taken; the median over rounds is reported, with a 95 % interval for it.
+order; the median ratio of a few rounds is one measurement. Two processes with the same code may differ by a fifth,
+because of where their memory lies, so new pairs are started again and again, with an allocator that keeps its memory.
+The median over pairs is reported, with a 95 % interval for it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**34)}  # glibc
 HERE = Path(__file__).resolve().parent.parent
 WORKER = """
 import sys, time, torch
@@ -43,7 +46,7 @@ class Worker:
     """The arm of one checkout, in a process of its own."""
 
     def __init__(self, checkout: Path, workload: str, arm: str, threads: int) -> None:
-        environment = {**os.environ, "PYTHONPATH": f"{checkout}{os.pathsep}{checkout / 'src'}"}
+        environment = {**os.environ, **ALLOCATOR, "PYTHONPATH": f"{checkout}{os.pathsep}{checkout / 'src'}"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", WORKER, workload, arm, str(threads)],
             cwd=checkout,
@@ -70,8 +73,8 @@ class Worker:
         return self.process.stdout.readline().strip()
 
 
-def ratios(other: Path, workload: str, arm: str, rounds: int, seconds: float, threads: int) -> list[float]:
-    """Seconds of this checkout over those of the other, round by round."""
+def ratio(other: Path, workload: str, arm: str, rounds: int, seconds: float, threads: int) -> float:
+    """Seconds of this checkout over those of the other, in one pair of processes."""
     workers = [Worker(checkout, workload, arm, threads) for checkout in (HERE, other)]
     try:
         steps = max(1, round(seconds / (workers[0].seconds(3) / 3)))
@@ -80,7 +83,7 @@ def ratios(other: Path, workload: str, arm: str, rounds: int, seconds: float, th
             order = workers if number % 2 else workers[::-1]
             taken = {id(worker): worker.seconds(steps) for worker in order}
             found.append(taken[id(workers[0])] / taken[id(workers[1])])
-        return found
+        return median(found)
     finally:
         for worker in workers:
             worker.stop()
@@ -102,8 +105,9 @@ def main() -> None:
     parser.add_argument("commit", help="what this checkout is compared with")
     parser.add_argument("--workloads", default="mlp,cnn,resnet")
     parser.add_argument("--arms", default="dpkfc,dpkfc_kfc")
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of a turn")
+    parser.add_argument("--pairs", type=int, default=11, help="of processes")
+    parser.add_argument("--rounds", type=int, default=7, help="of a pair")
+    parser.add_argument("--seconds", type=float, default=0.3, help="of a turn")
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -112,10 +116,13 @@ def main() -> None:
         try:
             for workload in given.workloads.split(","):
                 for arm in given.arms.split(","):
-                    found = ratios(other, workload, arm, given.rounds, given.seconds, given.threads)
+                    found = [
+                        ratio(other, workload, arm, given.rounds, given.seconds, given.threads)
+                        for _ in range(given.pairs)
+                    ]
                     low, high = interval(found)
-                    ratio = f"{median(found):.3f} times {given.commit} ({low:.3f} to {high:.3f})"
-                    print(f"{workload} {arm}: {ratio}", flush=True)
+                    shown = f"{median(found):.3f} times {given.commit} ({low:.3f} to {high:.3f})"
+                    print(f"{workload} {arm}: {shown}", flush=True)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", other], cwd=HERE, check=True)
 
