@@ -7,9 +7,7 @@ from collections.abc import Callable, Container
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpkfc.errors import PrivacyError
@@ -42,17 +40,11 @@ def no_new_parameters(model: nn.Module, known: Container[nn.Parameter]) -> None:
 Touched = WeakIdKeyDictionary  # parameters of no private model that were used on a private batch; the values are names
 
 
-def note_other_modules(is_known: Callable[[nn.Parameter], bool], touched: Touched) -> RemovableHandle:
-    """Until the handle is removed, note every trainable parameter that a module uses and no private run knows."""
-
-    def look(module: nn.Module, args: object) -> None:
-        if not module._parameters or not torch.is_grad_enabled():
-            return
-        for name, p in module._parameters.items():
-            if p is not None and p.requires_grad and isinstance(p, nn.Parameter) and not is_known(p):
-                touched[p] = f"{type(module).__name__}.{name}"
-
-    return register_module_forward_pre_hook(look)
+def note_foreign(module: nn.Module, is_private: Callable[[nn.Parameter], bool], touched: Touched) -> None:
+    """Note the trainable parameters of the module, which is used on a private batch, that no private run knows."""
+    for name, p in module._parameters.items():
+        if p is not None and p.requires_grad and isinstance(p, nn.Parameter) and not is_private(p):
+            touched[p] = f"{type(module).__name__}.{name}"
 
 
 def not_stepped(optimizer: Optimizer, touched: Touched) -> None:

@@ -31,7 +31,7 @@ def own(run: str, handle: str, charged: int) -> None:
 
 
 def demand_owner(run: str, handle: str) -> None:
-    if _owner[run] != handle:
+    if _owner.get(run, handle) != handle:
         raise PrivacyError(
             "the state of this run was loaded into another handle, which goes on with its noise: if both did, their "
             "difference would be free of noise. Go on with the other one, or load a checkpoint into this one"

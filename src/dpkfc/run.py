@@ -20,8 +20,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from dpkfc import checkpoint, guards, lineage
 from dpkfc.accounting.ledger import Ledger
@@ -46,6 +48,8 @@ from dpkfc.witness import Loss, Witness, compare, random_signs
 
 TRIALS = 3  # steps after the first, chosen secretly, at which model and loss are tried once more
 _LIVE: weakref.WeakSet[Private] = weakref.WeakSet()
+_ITERATING: weakref.WeakSet[Private] = weakref.WeakSet()  # those whose loader is being iterated
+_watch: list[RemovableHandle] = []  # over the calls of modules, while there are any
 
 
 @dataclass
@@ -99,7 +103,6 @@ class Private:
         lineage.own(self._run, self._handle, 0)
         self._checkpoint: tuple[Path, str] | None = None  # continued from here, and not yet claimed
         self._weights: str | None = self._weights_digest()  # what they must be at the next step; None: not looked at
-        self._watch: Callable[[], object] = _nothing  # ends the watch over other modules while a batch is open
         self._touched = guards.Touched()
         self._detached = False
         self._lost_steps = 0  # charged by a run that did not survive to write them into its checkpoint
@@ -285,6 +288,8 @@ class Private:
             self._key = lineage.fresh_key(self._key)
             warnings.warn(lineage.continued_before(self._checkpoint[0]), stacklevel=4)
         self._checkpoint = None
+        _ITERATING.add(self)
+        _watch_modules()
         return self.charged, self._key
 
     def _begin(self, chunk: Chunk, batch: Any) -> None:
@@ -308,10 +313,6 @@ class Private:
         self._chunk = chunk
         if self._trial_due and self._loss is not None and chunk.rows:
             self._witness = Witness.of(batch, chunk.rows)
-        own = weakref.ref(self)
-        self._watch()
-        watch = guards.note_other_modules(lambda p: _is_private(p, own()), self._touched)
-        self._watch = weakref.finalize(self, watch.remove)
 
     def _begin_step(self, step: int) -> None:
         """What is looked at once for a logical batch, before the first part of it is handed out."""
@@ -345,8 +346,9 @@ class Private:
 
     def end_iteration(self) -> None:
         """The loop was left, or has come to its end: what happens now has nothing to do with a private batch."""
-        self._watch()
         self._touched.clear()
+        _ITERATING.discard(self)
+        _watch_modules()
 
     def _refresh(self) -> None:
         """New maps at the present weights, which are public: results of earlier steps. No record has a part in it."""
@@ -538,7 +540,6 @@ class Private:
     def _forget_batch(self) -> None:
         self._sums, self._maps, self._rows, self._chunk, self._rates_at_partial_step = {}, {}, 0, None, None
         self._witness = None
-        self._watch()
         self._tape.drain()
         self._tape.recycle()
 
@@ -547,19 +548,28 @@ class Private:
         smallest.grad = torch.zeros_like(smallest)
 
 
-def _nothing() -> None:
-    return None
-
-
 def _secret_steps(steps: int) -> set[int]:
     return set(random.SystemRandom().sample(range(steps), min(TRIALS, steps)))
 
 
-def _is_private(p: nn.Parameter, own: Private | None) -> bool:
+def _is_private(p: nn.Parameter) -> bool:
     """Is it clipped and noised by some run?"""
-    if own is None or p in own._names:
-        return True
     return any(p in run._names for run in _LIVE if not run._detached)
+
+
+def _note_modules(module: nn.Module, args: Any) -> None:
+    if module._parameters and torch.is_grad_enabled():
+        for run in _ITERATING:
+            if run.batch_open:
+                guards.note_foreign(module, _is_private, run._touched)
+
+
+def _watch_modules() -> None:
+    """While some loop is under way, every call of any module is looked at."""
+    if _ITERATING and not _watch:
+        _watch.append(register_module_forward_pre_hook(_note_modules))
+    elif _watch and not _ITERATING:
+        _watch.pop().remove()
 
 
 def _backward_of(optimizer: Optimizer) -> Callable[[Callable[[], Tensor]], Any]:
