@@ -125,6 +125,8 @@ def make_private(
     declared = None if isinstance(loss, str) and loss == "unchecked" else loss
     if declared is not None and not callable(declared):
         raise TypeError(f"loss={loss!r}: must be a function loss(model, batch) -> scalar tensor, or 'unchecked'")
+    if records is not None and (isinstance(records, bool) or not isinstance(records, int) or records < 1):
+        raise ValueError(f"records={records!r}: give the public number of records, a whole number of at least 1")
     data, options, its_batch_size = read_dataset(dataset)
     batch_size = its_batch_size if batch_size is None else batch_size
     if batch_size is None:

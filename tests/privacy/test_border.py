@@ -766,6 +766,12 @@ def test_neighbouring_data_sets_have_the_same_plan_if_their_number_is_stated() -
     assert "records" in counted.plan.unchecked and "treated as public" in str(counted.plan)
 
 
+@pytest.mark.parametrize("records_given", [0, -3, 24.0, True, "24"])
+def test_a_number_of_records_that_is_none_is_refused(records_given: Any) -> None:
+    with pytest.raises(ValueError, match="records=.*whole number"):
+        begin(network(), records(), records=records_given)
+
+
 def test_every_record_is_drawn_with_the_stated_rate() -> None:
     """Not with the one that the true number would give."""
     private = begin(network(), records(N - 4), records=2 * N, batch_size=16, steps=600, seed=0)
