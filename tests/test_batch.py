@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict, namedtuple
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,6 +21,12 @@ class Encoding(UserDict):  # type: ignore[type-arg]
     """As the BatchEncoding of transformers: no dict, but made from one."""
 
 
+@dataclass
+class Record:
+    x: torch.Tensor
+    others: dict[str, torch.Tensor]
+
+
 def batches() -> dict[str, Any]:
     x, y = torch.arange(2.0 * ROWS).view(ROWS, 2), torch.arange(ROWS)
     return {
@@ -29,6 +36,7 @@ def batches() -> dict[str, Any]:
         "named tuple": Pair(x, y),
         "dict": {"x": x, "deep": {"y": y, "shared": torch.ones(1, 3)}},
         "encoding": Encoding({"x": x, "y": y}),
+        "dataclass": Record(x, {"y": y}),
         "strings": [x, ["a", "b", "c", "d", "e"]],
     }
 

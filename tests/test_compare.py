@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dpkfc.capture.tape import Captured, Tape
 from dpkfc.capture.units import partition
 from dpkfc.compare import EXACT, SAME, Fingerprint, difference
-from dpkfc.witness import random_signs
+from dpkfc.witness import random_weights
 
 ROWS = 7
 
@@ -37,7 +37,7 @@ def gradients(weights: Tensor, dtype: torch.dtype = torch.float32, other: Any = 
 @given(row=st.integers(0, ROWS - 1), factor=st.sampled_from([0.0, 0.5, 0.98, 1.02, 3.0, -1.0, float("nan")]))
 def test_one_record_that_differs_is_seen(row: int, factor: float) -> None:
     weights = torch.ones(ROWS)
-    signs = random_signs(ROWS)
+    signs = random_weights(ROWS)
     one = Fingerprint.of(gradients(weights), signs)
     weights[row] = factor
     other = Fingerprint.of(gradients(weights), signs)
@@ -52,7 +52,7 @@ def test_one_record_that_differs_is_seen(row: int, factor: float) -> None:
 
 
 def test_the_ratio_and_the_place_are_told() -> None:
-    signs = random_signs(ROWS)
+    signs = random_weights(ROWS)
     one, other = (Fingerprint.of(gradients(torch.full((ROWS,), scale)), signs) for scale in (0.5, 1.0))
     found = difference(one, other, EXACT)
     assert found is not None and found.ratio == pytest.approx(0.5) and found.slot in one.sums

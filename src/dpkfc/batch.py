@@ -1,8 +1,9 @@
-"""A batch as the collate function made it, whatever it is made of: copies of it, and some of its rows."""
+"""Copies and rows of a collated batch: nested tensors, mappings, lists, tuples and dataclasses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ def each_part(function: Callable[[Any], Any], batch: Any) -> Any:
         return type(batch)(*(each_part(function, part) for part in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(each_part(function, part) for part in batch)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        parts = {each.name: getattr(batch, each.name) for each in fields(batch) if each.init}
+        return replace(batch, **{name: each_part(function, part) for name, part in parts.items()})
     return batch
 
 
@@ -71,12 +75,10 @@ def all_equal(batch: Any, rows: int) -> bool:
     """Are all records of the batch the same? Then nothing can be seen by exchanging them."""
     for part in parts_of(batch):
         if has_rows(part, rows):
-            first, same = part[0], part
-            equal = (
-                torch.equal(same, first.expand_as(same))
-                if isinstance(part, Tensor)
-                else all(value == first for value in part)
-            )
+            if isinstance(part, Tensor):
+                equal = torch.equal(part, part[:1].expand_as(part))
+            else:
+                equal = all(value == part[0] for value in part)
             if not equal:
                 return False
     return True

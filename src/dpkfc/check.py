@@ -3,8 +3,8 @@
 `check_model` and `check_optimizer` look; `check_isolation` and `check_loss` try: a record's gradient must be the same
 among other records and among copies of itself. That finds batch normalisation under any name, losses that compare or
 rank the records of a batch, denominators that count the tokens of the whole batch, signs and thresholds that depend on
-the batch, and tensors whose first dimension is not the batch. A trial reads a few private records and releases nothing
-but whether it passed.
+the batch, and tensors whose first dimension is not the batch. A trial reads a few private records. Its error message
+contains statistics of them: do not publish it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from dpkfc.batch import all_equal, copied, has_rows, pick
+from dpkfc.batch import all_equal, copied, has_rows, parts_of, pick
 from dpkfc.capture.tape import Captured, Hook, Slot, Tape
 from dpkfc.compare import EXACT, Fingerprint, difference
 from dpkfc.errors import PrivacyError
 from dpkfc.generators import kept_generators
 
 ROWS = 4  # records in a trial batch
-DRAWS = 4  # of the random numbers that a loss may use, to tell how it combines records
-ROUNDED = 1.1  # the most by which rounding, also in bfloat16, changes the length of a gradient
-MEAN_OR_SUM = 1.4  # with random numbers in the loss: a mean over half as many records has gradients twice as long
+DRAWS = 4  # random seeds with which the reduction is tried
+ROUNDED = 1.1  # largest factor by which rounding, also in bfloat16, changes the norm of a gradient
+MEAN_OR_SUM = 1.4  # the limit for random losses, about √2: halfway between the ratios 1 and 2
 
 
 def check_model(model: nn.Module) -> None:
@@ -172,6 +172,11 @@ def check_loss(
     def loss_of(inputs: Any) -> Tensor:
         return scalar_loss(model, inputs, loss)
 
+    if not any(has_rows(part, rows) for part in parts_of(batch)):
+        raise PrivacyError(
+            f"a batch is a {type(batch).__name__}, whose records cannot be exchanged for a trial of the loss: let "
+            "collate_fn return tensors, or lists, tuples, dicts or dataclasses of them; or give loss='unchecked'"
+        )
     _demand_isolation(model, tape, batch, rows, loss_of, "the model or the loss")
     with _kept_buffers(model), _eval_mode(model):
         _demand_reduction(model, tape, batch, rows, loss_of, mean_loss)
@@ -183,7 +188,7 @@ def _demand_reduction(
     """With half as many records, the gradients of a mean are twice as long, and those of a sum stay."""
     half = rows // 2
     fewer, share = pick(batch, rows, list(range(half))), half / rows if mean_loss else 1.0
-    ratios: list[float] = []  # of a record's gradient among few to that among all, but for the reduction
+    ratios: list[float] = []  # gradient norm in the half batch to that in the whole, corrected for the reduction
     for seed in range(DRAWS):
         whole, part = (_gradients(model, tape, some, loss_of, seed) for some in (batch, fewer))
         assert whole.squared_norms is not None and part.squared_norms is not None
@@ -287,14 +292,14 @@ def _demand_isolation(
 
 
 def demand_same(one: Fingerprint, other: Fingerprint, model: nn.Module, who: str) -> None:
-    """Between the passes other records of the batch were exchanged; the gradients of these must not notice."""
+    """The other records changed between the two passes; the gradients of these must be equal."""
     found = difference(one, other, EXACT)
     if found is not None:
         raise PrivacyError(
-            f"{who} mixes the records of a batch: with other records beside it, a record's gradient is another one (by "
+            f"{who} mixes the records of a batch: a record's gradient changes with the other records (by "
             f"{found.share:.2g} of its length, most at {where(model, found.slot)}). Keep the batch in the first "
-            "dimension, and every record's computation and loss to itself: no statistics over the batch, no class "
-            "weights that are divided by their sum over the batch; dpkfc.mean_over_records for losses over tokens"
+            "dimension. Use no statistics over the batch, and no class weights that are normalised over the batch. For "
+            "losses over tokens use dpkfc.mean_over_records"
         )
 
 

@@ -103,6 +103,18 @@ def load(path: str | os.PathLike[str], private: Private, others: dict[str, Any])
     set_generators(generators)
 
 
+def claim(folder: Path, checkpoint_id: str) -> bool | None:
+    """Record that the checkpoint with this id, in this folder, is continued: see `lineage.claim`."""
+
+    def is_there() -> bool:
+        try:
+            return bool(json.loads((folder / STATE).read_text())["id"] == checkpoint_id)
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    return lineage.claim(folder, checkpoint_id, is_there)
+
+
 def check_run_state(state: Any, steps: int) -> None:
     """Refuse a state of a run with numbers or keys that no run can have written."""
     wanted: dict[str, Callable[[Any], bool]] = {

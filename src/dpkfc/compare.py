@@ -1,7 +1,7 @@
 """Are the per-sample gradients of two passes the same?
 
-Both passes are captured as usual. Of each, the norm of every record's gradient is compared, and one weighted sum of all
-of them: with random signs as weights, a sum in which any record's gradient differs is different too.
+Both passes are captured as usual. Two things are compared: the norm of each record's gradient, and one weighted sum of
+all gradients. With random weights, differences of several records do not cancel in the sum but by chance.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 from dpkfc.capture.record import exactly
 from dpkfc.capture.tape import Captured, Slot
 
-SMALL = 1e-2  # of the largest norm: below, the error of a norm is not compared with the norm itself
+SMALL = 1e-2  # norms below this fraction of the largest are compared on the scale of that fraction
 
 
 @dataclass
 class Fingerprint:
-    """Of the gradients of the records whose weight is not zero."""
+    """Norms and a weighted sum of per-sample gradients, for comparison."""
 
     norms: Tensor  # [batch], of every record
     weights: Tensor  # [batch]
@@ -28,7 +28,7 @@ class Fingerprint:
 
     @staticmethod
     def of(captured: Captured, weights: Tensor, scale: float = 1.0) -> Fingerprint:
-        """Of gradients times `scale`."""
+        """Fingerprint of the captured gradients, multiplied by `scale`."""
         squared = captured.squared_norms
         assert squared is not None
         with exactly(squared.device):
@@ -66,7 +66,7 @@ SAME = Tolerance(1e-3, roundings=16)  # kernels, or the extent of autocast, may 
 
 
 def difference(one: Fingerprint, other: Fingerprint, tolerance: Tolerance) -> Difference | None:
-    """None if the gradients of the records with a weight are the same."""
+    """How the gradients of the records with a non-zero weight differ, or None if they agree."""
     limit = tolerance.limit(max(one.eps, other.eps))
     rows = one.weights != 0
     norms, others = one.norms[rows], other.norms[rows]

@@ -12,11 +12,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpkfc.errors import PrivacyError
 
-SAMPLED = 256  # entries of each parameter that tell its values from others: noise changes all of them at every step
+SAMPLED = 256  # entries per parameter, at least, that are hashed: the noise of a step changes every one
 
 
 def one_process() -> None:
-    """Several ranks would draw batches and noise of their own, and each would account as if alone."""
+    """Refuse several ranks: each would draw its own batches and noise, and account as if it were alone."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         ranks = torch.distributed.get_world_size()
         if ranks > 1:
@@ -27,7 +27,7 @@ def one_process() -> None:
 
 
 def no_new_parameters(model: nn.Module, known: Container[nn.Parameter]) -> None:
-    """What was not there at make_private is neither clipped nor noised."""
+    """Refuse trainable parameters that are new since make_private: they would be neither clipped nor noised."""
     for name, p in model.named_parameters():
         if p.requires_grad and p not in known:
             raise PrivacyError(
@@ -48,7 +48,7 @@ def note_foreign(module: nn.Module, is_private: Callable[[nn.Parameter], bool], 
 
 
 def not_stepped(optimizer: Optimizer, touched: Touched) -> None:
-    """An optimizer of no private run steps none of the parameters that were used on a private batch."""
+    """Refuse an optimizer outside any private run that would step parameters used on a private batch."""
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if p.grad is not None and p in touched:
             raise PrivacyError(
@@ -69,12 +69,12 @@ def weights_digest(parameters: dict[str, nn.Parameter]) -> str:
 
 
 def same_weights(found: str, expected: str, steps: int) -> None:
-    """Weights that were trained on the records beyond the steps that this run knows of would be under-reported."""
+    """Refuse weights that this run's steps did not produce: its epsilon would not count how they were trained."""
     if found != expected:
         raise PrivacyError(
-            f"the model's weights are not those that the privacy state belongs to ({steps} steps): they were changed "
-            "after make_private, or after the run was loaded, and not by its steps. If a framework restored a "
-            "checkpoint, restore the run with it: keep run.state_dict() beside the weights and call "
+            f"the model's weights are not those that the privacy state belongs to ({steps} steps): something else than "
+            "the steps of this run changed them after make_private or after the run was loaded. If a framework "
+            "restored a checkpoint, restore the run with it: keep run.state_dict() beside the weights and call "
             "run.load_state_dict(), or use run.save() and run.load(). If the weights are public, load them before "
             "make_private"
         )

@@ -169,7 +169,7 @@ class Plan:
     def grid(self) -> float:
         """`.grad` holds multiples of this number, a power of two (`noise.grid`); 0 for a run without noise."""
         steps = 1 if self.noise == IDENTITY.name else self.steps
-        return spacing(self.noise_multiplier * self.clip / self.batch_size, steps)
+        return spacing(self.noise_scale / self.batch_size, steps)
 
     def epsilon(self, steps: int | None = None, delta: float | None = None) -> float:
         """The privacy loss after `steps` steps (all by default). Asking changes nothing."""

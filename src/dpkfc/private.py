@@ -68,13 +68,14 @@ def make_private(
             the model's parameters.
         dataset: a map-style Dataset, or a DataLoader, whose data set, collate function and workers are kept
             and whose sampler is replaced by Poisson sampling.
-        epsilon or noise_multiplier: the budget, for which the noise is calibrated, or the noise itself.
-        delta: the probability with which epsilon may fail; well below 1 / len(dataset).
-        epochs or steps: how long to train. One pass over `private.loader` is the whole of it.
+        epsilon: the privacy budget, to which the noise is calibrated.
+        noise_multiplier: instead of epsilon, the standard deviation of the noise divided by the clip.
+        delta: the δ of (ε, δ)-differential privacy; well below 1/N.
+        epochs or steps: how long to train. One pass over `private.loader` takes all planned steps.
         batch_size: the expected batch size (a DataLoader's own by default).
         clip: the L2 norm C to which every record's gradient is clipped; or `Automatic()`, which scales every gradient
             to it, so that there is no threshold to tune; or "auto": the median norm of the geometry's own mapped
-            probes at the first weights. The noise grows with C, so the learning rate is to be chosen for lr · C.
+            probes at the first weights. The noise grows with C, so tune the product lr · C.
         geometry: the linear map before clipping: `KFC(...)`, `Diagonal(...)`; `Identity()` is DP-SGD.
         noise: `Independent()` Gaussian noise; or correlated noise, which largely cancels in the parameters:
             `BandedToeplitz(bands=16)`, `BandedSquareRoot(...)`, `BufferedToeplitz(...)` and others; or "auto"
@@ -86,11 +87,12 @@ def make_private(
         loss: ``loss(model, batch) -> scalar``, the loss that the loop computes. Required. It is tried on a few records
             before anything is spent: a loss that mixes records, or does not reduce them as declared, is refused. At
             the first step, and at a few secretly chosen later ones, the gradients that the loop left behind are
-            compared with it. "unchecked" omits all of this: plan, report and ledger then say so.
+            compared with it. "unchecked" omits all of this but for a trial of the model alone: plan, report and ledger
+            then say so.
         records: the number of records N, stated as public. Sampling rate, number of steps and normalisation follow
             from it and not from ``len(dataset)``, which stays private. Without it ``len(dataset)`` is taken as public.
-        max_physical_batch_size: the loader yields each batch in parts of at most this size; the step is
-            taken after the last (`private.took_step` tells, for schedulers that step with every batch).
+        max_physical_batch_size: the loader yields each batch in parts of at most this size, and the step is taken after
+            the last. Step schedulers by `private.after_step(scheduler.step)`.
         by_vmap: names of modules to run whole under vmap, for parameters used outside their own module.
         accountant: "pld" (tight) or "rdp"; with `best_of` always "rdp".
         ledger: a `Ledger` on disk that charges every step before its result can be seen.
@@ -98,8 +100,8 @@ def make_private(
         seed: reproducible noise and sampling, for experiments only. By default the keys come from the operating
             system and nobody can reproduce the noise.
         grad_scaler: the torch.amp.GradScaler of a float16 loop, so that its scale can be divided out.
-        check: compare the loop with the declared loss, and try that records are kept apart, at the first step and at a
-            few secretly chosen later ones.
+        check: compare the loop with the declared loss, and try that records do not influence each other's gradients, at
+            the first step and at a few secretly chosen later ones.
 
     >>> import torch, dpkfc
     >>> model = torch.nn.Linear(4, 2)

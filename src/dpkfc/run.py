@@ -44,7 +44,7 @@ from dpkfc.noise.rng import first_key, next_key, sub_key
 from dpkfc.optim.disk import DiSK
 from dpkfc.plan import NOT_CHECKED, Plan
 from dpkfc.sampling import Chunk, PrivateLoader
-from dpkfc.witness import Loss, Witness, compare, random_signs
+from dpkfc.witness import Loss, Witness, compare, random_weights
 
 TRIALS = 3  # steps after the first, chosen secretly, at which model and loss are tried once more
 _LIVE: weakref.WeakSet[Private] = weakref.WeakSet()
@@ -284,7 +284,7 @@ class Private:
         lineage.demand_owner(self._run, self._handle)
         if self._pid != os.getpid():  # a fork: the parent has the same key
             self._key, self._pid = lineage.fresh_key(self._key), os.getpid()
-        if self._checkpoint is not None and not lineage.claim(*self._checkpoint):
+        if self._checkpoint is not None and not checkpoint.claim(*self._checkpoint):
             self._key = lineage.fresh_key(self._key)
             warnings.warn(lineage.continued_before(self._checkpoint[0]), stacklevel=4)
         self._checkpoint = None
@@ -323,7 +323,7 @@ class Private:
                 "the process was forked while private.loader was being iterated: parent and child would train on the "
                 "same batches. Begin to iterate in the child"
             )
-        if self._checkpoint is not None and not lineage.claim(*self._checkpoint):
+        if self._checkpoint is not None and checkpoint.claim(*self._checkpoint) is False:
             raise PrivacyError(
                 f"the checkpoint {self._checkpoint[0]} that this run has just saved was continued by another process: "
                 "both would use the same noise. Load it again here to go on with fresh noise"
@@ -397,7 +397,7 @@ class Private:
         scale /= self._loss_scale()
         seen, fingerprint = self._witness, None
         if seen is not None:
-            fingerprint = Fingerprint.of(captured, random_signs(batch), 1 / self._loss_scale())
+            fingerprint = Fingerprint.of(captured, random_weights(batch), 1 / self._loss_scale())
         weights, finite = clip_weights(squared * scale**2, self.plan.clip, self.plan.clip_gamma)
         whole = bool(finite.all())
         while forms:

@@ -56,17 +56,17 @@ class Witness:
         self.modes = [module.training for module in model.modules()]
 
 
-def random_signs(rows: int) -> Tensor:
-    """By which the gradients of the records are added up to be compared. Nobody can foresee them."""
+def random_weights(rows: int) -> Tensor:
+    """Secret weights of either sign, between 1/2 and 3/2, of the gradients in the sum that is compared."""
     secret = random.SystemRandom()
-    return torch.tensor([secret.choice((-1.0, 1.0)) for _ in range(rows)])
+    return torch.tensor([secret.choice((-1.0, 1.0)) * secret.uniform(0.5, 1.5) for _ in range(rows)])
 
 
 def compare(seen: Witness, loop: Fingerprint, model: nn.Module, tape: Tape, loss: Loss, backward: Backward) -> bool:
-    """Refuse if the gradients that the loop left behind are not those of the declared loss, or if that mixes records.
+    """Raise if the loop's gradients differ from those of the declared loss, or if the declared loss mixes records.
 
     `loop` is the fingerprint of the loop's gradients; ``backward(closure)`` is what the loop does with a loss.
-    Returns False if it could not be seen whether records mix, because they are equal.
+    Returns False if all records are equal, so that mixing cannot be seen.
     """
     rows, first = len(loop.norms), seen.compared
     whole = rows == seen.rows
@@ -168,10 +168,10 @@ def _in_words(found: Difference, model: nn.Module) -> str:
         else f"different by {found.share:.2g} of their length"
     )
     return (
-        "the loop does not compute the loss that was declared as loss=: on the same batch, in the same random state, "
-        f"its gradients are {how} (most at {where(model, found.slot)}). Nothing was released. Declare what the loop "
-        "computes, or compute what is declared. Often it is a loss divided by the number of parts of a batch (give "
-        "the mean of each part, or use max_physical_batch_size), class weights, a mean over all tokens "
-        "(num_items_in_batch of Hugging Face's Trainer), inputs that the loop changes before the model sees them, or "
-        "random numbers from a generator of the loss's own, which cannot be repeated"
+        "the loop does not compute the loss that was declared as loss=: on the same batch and random state its "
+        f"gradients are {how} (most at {where(model, found.slot)}). Nothing was released. Change the loop or loss= so "
+        "that they agree. Common causes: the loss is divided by the number of parts of a batch (take the mean of each "
+        "part, or use max_physical_batch_size); class weights; a mean over all tokens (num_items_in_batch of Hugging "
+        "Face's Trainer); the loop changes its inputs; the loss has a random generator of its own, which cannot be "
+        "repeated"
     )

@@ -379,6 +379,26 @@ class TestNoiseIsUsedOnce:
             found.append(released(private))
         assert not same_noise(*found, private)
 
+    def test_a_checkpoint_that_was_continued_and_replaced(
+        self, noise: str, seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Loaded, not yet continued; meanwhile another process continued it and saved to the same place."""
+        settings = self.settings(noise, seed)
+        train(begin(network(), records(), **settings), steps=2).save(tmp_path / "run")
+        forget_this_process(monkeypatch)
+        waiting = begin(network(), records(), **settings)
+        waiting.load(tmp_path / "run")
+        kept = dict(dpkfc.lineage._owner), dict(dpkfc.lineage._steps)
+        forget_this_process(monkeypatch)
+        other = begin(network(), records(), **settings)
+        other.load(tmp_path / "run")
+        one = released(other)
+        other.save(tmp_path / "run")
+        forget_this_process(monkeypatch, *kept)
+        with pytest.warns(UserWarning, match="was continued before"):
+            late = released(waiting)
+        assert not same_noise(one, late, waiting)
+
     def test_a_run_that_went_on_after_it_was_saved(
         self, noise: str, seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -726,7 +746,7 @@ def test_no_bit_pattern_proves_that_a_record_was_there(monkeypatch: pytest.Monke
 def test_released_values_are_multiples_of_a_public_number(present: bool, dtype: torch.dtype, noise: Any) -> None:
     row, private = row_of_one_record(present, dtype, noise, seed=0)
     grid = private.plan.grid
-    assert 0 < grid <= private.plan.noise_multiplier * CLIP / private.plan.batch_size / 64
+    assert 0 < grid <= private.plan.noise_scale / private.plan.batch_size / 64
     assert math.frexp(grid)[0] == 0.5, "a power of two"
     assert row.dtype == dtype
     multiples = row.double() / grid

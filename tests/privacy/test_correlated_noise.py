@@ -224,6 +224,7 @@ def test_the_noise_of_a_step_is_that_of_the_plan_and_is_added_once(noise: Noise)
             z.append(drawn.double().numpy())
             key = next_key(key)
         c = private.factorization.materialize(private.plan.steps)
+        assert np.diag(c).max() <= 1 + 1e-9, "the noise of a step, given the past, is at least the planned scale"
         want = private.plan.noise_scale * np.linalg.solve(c, np.array(z))
         got = releases(model, optimizer, private)
         grid = private.plan.grid * private.plan.batch_size  # what is released is rounded to it

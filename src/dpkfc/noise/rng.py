@@ -82,7 +82,7 @@ def _lane_of_normals(key: bytes, lane: int, count: int) -> Tensor:
 
     Box and Muller: with u, v uniform on (0, 1), ``sqrt(-2 ln u) (cos 2πv, sin 2πv)`` are two independent
     standard normals; the first half of a lane holds the cosines and the second the sines. u has 32 bits, and
-    64 where it is small, so the tail reaches 9.4 standard deviations (torch's float32 `normal_` stops at 5.8).
+    64 where it is small, so the tail reaches 9.5 standard deviations (torch's float32 `normal_` stops at 5.8).
     """
     pairs = min(count, HALF)
     blocks = -(-pairs // 4) * 4  # whole blocks of the cipher
