@@ -177,6 +177,7 @@ def check_loss(
             f"a batch is a {type(batch).__name__}, whose records cannot be exchanged for a trial of the loss: let "
             "collate_fn return tensors, or lists, tuples, dicts or dataclasses of them; or give loss='unchecked'"
         )
+    _demand_own_parameters(model, tape, batch, loss_of)
     _demand_isolation(model, tape, batch, rows, loss_of, "the model or the loss")
     with _kept_buffers(model), _eval_mode(model):
         _demand_reduction(model, tape, batch, rows, loss_of, mean_loss)
@@ -211,19 +212,25 @@ def _demand_reduction(
 
 
 def scalar_loss(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]) -> Tensor:
-    """The declared loss of a batch. It may reach no trainable parameter that is not the model's."""
+    """The declared loss of a batch."""
     value = loss(model, batch)
     if not isinstance(value, Tensor) or value.dim() != 0:
         raise PrivacyError("loss(model, batch) must return a scalar tensor, as the training loop's loss")
-    own = {id(p) for p in model.parameters()}
-    for leaf in _leaves_of(value):
-        if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
-            raise PrivacyError(
-                f"the loss reaches a trainable parameter of shape {list(leaf.shape)} that is not in the model: it "
-                "would be trained without clipping and noise. Put its module into the model before make_private, or "
-                "set requires_grad=False"
-            )
     return value
+
+
+def _demand_own_parameters(model: nn.Module, tape: Tape, batch: Any, loss_of: Callable[[Any], Tensor]) -> None:
+    """What the loss reaches in each of two calls is no input made in them: it is trainable, and must be the model's."""
+    with _kept_buffers(model), tape.replaying(_nothing), kept_generators(0), torch.enable_grad():
+        first, second = (list(_leaves_of(loss_of(copied(batch)))) for _ in range(2))
+    own = {id(p) for p in model.parameters()} | {id(tape.anchor)}
+    for leaf in first:
+        if id(leaf) not in own and any(leaf is other for other in second):
+            raise PrivacyError(
+                f"the loss reaches a trainable tensor of shape {list(leaf.shape)} that is not in the model: it would "
+                "be trained without clipping and noise. Make it a parameter of the model before make_private, or set "
+                "requires_grad=False"
+            )
 
 
 def _leaves_of(value: Tensor) -> Iterator[Tensor]:
@@ -246,6 +253,8 @@ def check_collate(collate: Callable[[list[Any]], Any], records: list[Any]) -> No
         whole, again, other = (tree_leaves(_seeded(collate, given)) for given in (records, records, changed))
     except Exception:
         return  # it is tried on every batch anyway, and says then what it cannot do
+    for row in records:  # beside copies of itself
+        _demand_no_statistic(whole, again, tree_leaves(_seeded(collate, [row] * len(records))), len(records))
     for x, y, z in zip(whole, again, other, strict=False):
         if not (isinstance(x, Tensor) and has_rows(x, len(records)) and x.shape == z.shape and torch.equal(x, y)):
             continue  # padded to the longest record, or of a randomness that no seed reaches: nothing can be told
@@ -254,6 +263,27 @@ def check_collate(collate: Callable[[list[Any]], Any], records: list[Any]) -> No
                 "collate_fn mixes the records of a batch (as mixup does): a record would be clipped in several rows, "
                 "and count several times. Make every row from one record"
             )
+
+
+def _demand_no_statistic(whole: list[Any], again: list[Any], other: list[Any], rows: int) -> None:
+    """What has no entry per record must be the same for other records of the same shape."""
+    if [getattr(x, "shape", None) for x in whole] != [getattr(x, "shape", None) for x in other]:
+        return  # padded to the longest record: nothing can be told
+    for x, y, z in zip(whole, again, other, strict=True):
+        if _is_of_batch(x, rows) and _equal(x, y) and not _equal(x, z):
+            raise PrivacyError(
+                "collate_fn computes something from all records of a batch (a mean, a count, weights): one record "
+                "would act on all others through it. Let it return what belongs to single records only"
+            )
+
+
+def _is_of_batch(x: Any, rows: int) -> bool:
+    """Is it a tensor or a number that does not have one entry per record?"""
+    return not has_rows(x, rows) if isinstance(x, Tensor) else isinstance(x, int | float)
+
+
+def _equal(x: Any, y: Any) -> bool:
+    return torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else bool(x == y)
 
 
 def _rows(x: Tensor) -> Counter[str]:
@@ -276,16 +306,11 @@ def _demand_isolation(
     """
     with _kept_buffers(model) as restore:
         whole = _gradients(model, tape, inputs, loss_of)
-        buffers = {name: b.clone() for name, b in model.named_buffers()}
+        buffers = buffers_of(model)
         for row in range(rows):
             restore()
             alone = _gradients(model, tape, pick(inputs, rows, [row] * rows), loss_of)
-            for name, b in model.named_buffers():
-                if not torch.equal(torch.nan_to_num(b), torch.nan_to_num(buffers[name])):
-                    raise PrivacyError(
-                        f"buffer '{name}' is computed from the records of a batch and would be released without "
-                        "noise: make the layer that owns it use the current input only"
-                    )
+            demand_same_buffers(model, buffers, buffers_of(model))
             among_others, among_copies = (Fingerprint.of(found, _one_row(rows, row)) for found in (whole, alone))
             demand_same(among_others, among_copies, model, who)
         tape.recycle()
@@ -329,20 +354,50 @@ def _one_row(rows: int, row: int) -> Tensor:
     return torch.eye(rows)[row]
 
 
+Buffers = list[tuple[nn.Module, str, Tensor | None]]
+
+
+def buffers_of(model: nn.Module) -> Buffers:
+    """Copies of all buffers, and where they belong."""
+    return [
+        (module, name, None if b is None else b.clone())
+        for module in model.modules()
+        for name, b in module._buffers.items()
+    ]
+
+
+def put_buffers(buffers: Buffers) -> None:
+    """Their values again, also of those that were made, or grew, in the meantime."""
+    with torch.no_grad():
+        for module, name, value in buffers:
+            present = module._buffers.get(name)
+            if present is not None and value is not None and present.shape == value.shape:
+                present.copy_(value)
+            else:
+                module._buffers[name] = None if value is None else value.clone()
+
+
 @contextlib.contextmanager
 def _kept_buffers(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """What a trial does to buffers is undone at its end, and whenever the function that this yields is called."""
-    before = [b.clone() for b in model.buffers()]
-
-    def restore() -> None:
-        with torch.no_grad():
-            for b, value in zip(model.buffers(), before, strict=True):
-                b.copy_(value)
-
+    """Restore buffers at the end of a trial, and whenever the yielded function is called."""
+    before = buffers_of(model)
     try:
-        yield restore
+        yield lambda: put_buffers(before)
     finally:
-        restore()
+        put_buffers(before)
+
+
+def demand_same_buffers(model: nn.Module, one: Buffers, other: Buffers) -> None:
+    """Between the two passes records were exchanged; buffers must not notice."""
+    for (module, name, x), (_, _, y) in zip(one, other, strict=True):
+        if x is None or y is None or x.shape != y.shape:
+            continue
+        if not torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)):
+            place = next(f"{where}.{name}".strip(".") for where, each in model.named_modules() if each is module)
+            raise PrivacyError(
+                f"buffer '{place}' is computed from the records of a batch and would be released without noise: make "
+                "the layer that owns it use the current input only"
+            )
 
 
 def _linear_loss(out: Any) -> Tensor:

@@ -60,7 +60,7 @@ def save(path: str | os.PathLike[str], private: Private, others: dict[str, Any])
         _swap(fresh, path)
     finally:
         _remove(fresh)
-    private._checkpoint = path.absolute(), checkpoint_id
+    private._checkpoints.append((path.absolute(), checkpoint_id))
 
 
 def load(path: str | os.PathLike[str], private: Private, others: dict[str, Any]) -> None:
@@ -93,7 +93,7 @@ def load(path: str | os.PathLike[str], private: Private, others: dict[str, Any])
     _check_optimizer(private.optimizer, optimizer)
     again = lineage.marker(path, checkpoint_id).exists()
     private._continue(run, fresh=again)  # first: if what follows fails, the steps of its weights are counted
-    private._checkpoint = None if again else (path, checkpoint_id)
+    private._checkpoints = [] if again else [(path, checkpoint_id)]
     if again and private.charged == run["step"] + run["lost_steps"]:
         warnings.warn(lineage.continued_before(path), stacklevel=3)
     private.model.load_state_dict(model)
@@ -125,6 +125,7 @@ def check_run_state(state: Any, steps: int) -> None:
         "groups": is_key,
         "run": lambda value: isinstance(value, str) and bool(value),
         "weights": is_key,
+        "salt": lambda value: value == "" or is_key(value),
         "not_private": lambda value: (
             isinstance(value, dict)
             and set(value) == {"samples", "clipped", "non_finite"}

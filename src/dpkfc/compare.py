@@ -55,13 +55,13 @@ class Tolerance:
     """The part of a gradient that may differ: `least`, or more where a coarse dtype rounds more."""
 
     least: float
-    roundings: int  # each of the relative error of the dtype
+    roundings: float  # in units of the dtype's eps
 
     def limit(self, eps: float) -> float:
         return max(self.least, self.roundings * eps)
 
 
-EXACT = Tolerance(1e-4, roundings=4)  # the same computation: 3 % in bfloat16
+EXACT = Tolerance(1e-4, roundings=0.5)  # the same computation, value by value: 0.4 % in bfloat16
 SAME = Tolerance(1e-3, roundings=16)  # kernels, or the extent of autocast, may differ: 12 % in bfloat16
 
 

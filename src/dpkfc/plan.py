@@ -22,7 +22,7 @@ from dpkfc.accounting.selection import BestOf
 from dpkfc.clipping import MARGIN, SMALLEST_CLIP, SMALLEST_GAMMA, Automatic
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.factorization import IDENTITY, Factorization
-from dpkfc.noise.grid import spacing
+from dpkfc.noise.grid import DIAGONAL, spacing
 from dpkfc.noise.sensitivity import Participation
 from dpkfc.report.text import as_text
 
@@ -168,8 +168,8 @@ class Plan:
     @property
     def grid(self) -> float:
         """`.grad` holds multiples of this number, a power of two (`noise.grid`); 0 for a run without noise."""
-        steps = 1 if self.noise == IDENTITY.name else self.steps
-        return spacing(self.noise_scale / self.batch_size, steps)
+        noise = self.noise_scale / self.batch_size
+        return spacing(noise) if self.noise == IDENTITY.name else spacing(noise / DIAGONAL, self.steps)
 
     def epsilon(self, steps: int | None = None, delta: float | None = None) -> float:
         """The privacy loss after `steps` steps (all by default). Asking changes nothing."""

@@ -141,6 +141,11 @@ def make_private(
         raise PrivacyError(f"max_physical_batch_size={max_physical_batch_size}: must be at least 1")
     if not isinstance(ledger, Ledger | None):
         raise PrivacyError(f"ledger must be a dpkfc.Ledger(path, dataset=...), not {type(ledger).__name__}")
+    if grad_scaler is not None and any(group.get("fused") for group in optimizer.param_groups):
+        raise ValueError(
+            "grad_scaler= with a fused optimizer: it would divide the private gradient by the scale once more. Build "
+            "the optimizer with fused=False"
+        )
     one_process()
     check_model(model)
     check_optimizer(model, optimizer)

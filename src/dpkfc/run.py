@@ -101,7 +101,8 @@ class Private:
         self._group_key = sub_key(self._key, "groups")  # for the whole run: a record must not change its group
         self._ledger, self._run, self._handle, self._pid = ledger, uuid.uuid4().hex, uuid.uuid4().hex, os.getpid()
         lineage.own(self._run, self._handle, 0)
-        self._checkpoint: tuple[Path, str] | None = None  # continued from here, and not yet claimed
+        self._checkpoints: list[tuple[Path, str]] = []  # that hold the present key: to be claimed before the next step
+        self._salt = b""  # of the noise, if one of them is not where it was
         self._weights: str | None = self._weights_digest()  # what they must be at the next step; None: not looked at
         self._touched = guards.Touched()
         self._detached = False
@@ -178,6 +179,7 @@ class Private:
             "groups": self._group_key.hex(),
             "run": self._run,
             "weights": self._weights_digest(),
+            "salt": self._salt.hex(),
             "not_private": vars(self.not_private).copy(),
             "geometry": self.geometry.state_dict(),
             "noise": self._noise.state_dict(),
@@ -214,7 +216,7 @@ class Private:
         self._key = lineage.fresh_key(key) if fresh else key
         self._pid = os.getpid()
         lineage.own(run, self._handle, self.charged)
-        self._weights, self._checkpoint = state["weights"], None
+        self._weights, self._salt, self._checkpoints = state["weights"], bytes.fromhex(state["salt"]), []
         self._trial_due = self._trial_due or bool(self._trial_steps)
         self.not_private = NotPrivate(**state["not_private"])
         self._group_key = bytes.fromhex(state["groups"])
@@ -284,10 +286,10 @@ class Private:
         lineage.demand_owner(self._run, self._handle)
         if self._pid != os.getpid():  # a fork: the parent has the same key
             self._key, self._pid = lineage.fresh_key(self._key), os.getpid()
-        if self._checkpoint is not None and not checkpoint.claim(*self._checkpoint):
-            self._key = lineage.fresh_key(self._key)
-            warnings.warn(lineage.continued_before(self._checkpoint[0]), stacklevel=4)
-        self._checkpoint = None
+        for folder, claimed in self._claim():
+            if not claimed:
+                self._key = lineage.fresh_key(self._key)
+                warnings.warn(lineage.continued_before(folder), stacklevel=4)
         _ITERATING.add(self)
         _watch_modules()
         return self.charged, self._key
@@ -323,17 +325,25 @@ class Private:
                 "the process was forked while private.loader was being iterated: parent and child would train on the "
                 "same batches. Begin to iterate in the child"
             )
-        if self._checkpoint is not None and checkpoint.claim(*self._checkpoint) is False:
-            raise PrivacyError(
-                f"the checkpoint {self._checkpoint[0]} that this run has just saved was continued by another process: "
-                "both would use the same noise. Load it again here to go on with fresh noise"
-            )
-        self._checkpoint = None
+        for folder, claimed in self._claim():
+            if claimed is False:
+                raise PrivacyError(
+                    f"the checkpoint '{folder}' that this run has just saved was continued by another process: both "
+                    "would use the same noise. Load it again here to go on with fresh noise"
+                )
+            if claimed is None and "seed" not in self.plan.unchecked:
+                self._salt = os.urandom(32)  # it may be continued elsewhere, and nobody would know
         if self._weights is not None:
             guards.same_weights(self._weights_digest(), self._weights, self.charged)
             self._weights = None
         self._trial_due = self._trial_due or step in self._trial_steps
         self._refresh()
+
+    def _claim(self) -> list[tuple[Path, bool | None]]:
+        """For each checkpoint that holds the present key: is this handle the first that continues it?"""
+        claims = [(folder, checkpoint.claim(folder, name)) for folder, name in self._checkpoints]
+        self._checkpoints = []
+        return claims
 
     def _demand_attached(self) -> None:
         if self._detached:
@@ -452,6 +462,7 @@ class Private:
                 "the optimizer was given parameters that the model did not have when it was made private: they would "
                 "be stepped without clipping and noise. detach(), and make_private again with all of them"
             )
+        lineage.demand_owner(self._run, self._handle)
         chunk = self._chunk
         if chunk is None:
             raise PrivacyError(
@@ -489,7 +500,7 @@ class Private:
         self._key = next_key(key)
         self._forget_batch()
         with exactly(next(self.model.parameters()).device):
-            self._release(sums, sub_key(key, "noise"), step)
+            self._release(sums, sub_key(key + self._salt, "noise"), step)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.took_step:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dpkfc.batch import all_equal, copied, pick
 from dpkfc.capture.tape import Captured, Tape
-from dpkfc.check import demand_same, scalar_loss, where
+from dpkfc.check import Buffers, buffers_of, demand_same, demand_same_buffers, put_buffers, scalar_loss, where
 from dpkfc.compare import SAME, Difference, Fingerprint, difference
 from dpkfc.errors import PrivacyError
 from dpkfc.generators import get_generators, kept_generators, set_generators
@@ -39,7 +39,7 @@ class Witness:
     passes: list[dict[str, Any]] = field(default_factory=list)  # generators at forward passes not yet compared
     autocast: torch.dtype | None = None  # at the last of them
     modes: list[bool] = field(default_factory=list)  # of the modules
-    buffers: list[Tensor] = field(default_factory=list)
+    buffers: Buffers = field(default_factory=list)
     compared: int = 0  # records
 
     @staticmethod
@@ -50,7 +50,7 @@ class Witness:
         """The loop is about to call the model."""
         device = next(model.parameters()).device.type
         if not self.passes:
-            self.buffers = [b.clone() for b in model.buffers()]
+            self.buffers = buffers_of(model)
         self.passes.append(get_generators())
         self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         self.modes = [module.training for module in model.modules()]
@@ -69,13 +69,18 @@ def compare(seen: Witness, loop: Fingerprint, model: nn.Module, tape: Tape, loss
     Returns False if all records are equal, so that mixing cannot be seen.
     """
     rows, first = len(loop.norms), seen.compared
+    if first + rows > seen.rows:
+        raise PrivacyError(
+            f"a forward pass had {rows} records, but the loader yielded a batch of {seen.rows}: call the model on the "
+            "batches that private.loader yields, or on consecutive parts of them"
+        )
     whole = rows == seen.rows
     batch = seen.batch if whole else pick(seen.batch, seen.rows, list(range(first, first + rows)))
     passes, seen.passes = seen.passes, []
     seen.compared += rows
     kept, chosen = _exchanged(rows)
 
-    def declared(batch: Any, skipped: int, weights: list[Tensor]) -> tuple[list[Fingerprint], int]:
+    def declared(batch: Any, skipped: int, weights: list[Tensor]) -> tuple[list[Fingerprint], int, Buffers]:
         with _as_in_loop(seen, model), kept_generators():
             captured, used = _replay(batch, passes[skipped:], seen.generators, model, tape, loss, backward)
             if captured.batch != rows:
@@ -85,20 +90,21 @@ def compare(seen: Witness, loop: Fingerprint, model: nn.Module, tape: Tape, loss
                 )
             found = [Fingerprint.of(captured, each) for each in weights]
             tape.recycle()
-            return found, used
+            return found, used, buffers_of(model)
 
-    (same, own), used = declared(batch, 0, [loop.weights, loop.weights * kept])
+    (same, own), used, buffers = declared(batch, 0, [loop.weights, loop.weights * kept])
     found = difference(loop, same, SAME)
     skipped = len(passes) - used
     if found is not None and skipped > 0:  # forward passes that the loop did not use for its loss may have come first
-        (same, own), _ = declared(batch, skipped, [loop.weights, loop.weights * kept])
+        (same, own), _, buffers = declared(batch, skipped, [loop.weights, loop.weights * kept])
         found = difference(loop, same, SAME)
     if found is not None:
         raise PrivacyError(_in_words(found, model))
     if rows < 2 or all_equal(batch, rows):
         return rows < 2
-    (other,), _ = declared(pick(batch, rows, chosen), max(skipped, 0), [loop.weights * kept])
+    (other,), _, other_buffers = declared(pick(batch, rows, chosen), max(skipped, 0), [loop.weights * kept])
     demand_same(own, other, model, "the model or the loss")
+    demand_same_buffers(model, buffers, other_buffers)
     return True
 
 
@@ -144,14 +150,12 @@ def _as_in_loop(seen: Witness, model: nn.Module) -> Iterator[None]:
     """Modes, buffers and autocast as they were when the loop called the model; afterwards as they are now."""
     device = next(model.parameters()).device.type
     modes = [module.training for module in model.modules()]
-    buffers = [b.clone() for b in model.buffers()]
+    buffers = buffers_of(model)
 
-    def put(modes: list[bool], buffers: list[Tensor]) -> None:
+    def put(modes: list[bool], buffers: Buffers) -> None:
         for module, mode in zip(model.modules(), modes, strict=True):
             module.training = mode
-        with torch.no_grad():
-            for b, value in zip(model.buffers(), buffers, strict=True):
-                b.copy_(value)
+        put_buffers(buffers)
 
     put(seen.modes, seen.buffers)
     try:

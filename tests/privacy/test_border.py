@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import dpkfc
 from dpkfc.losses import cross_entropy
@@ -297,6 +297,90 @@ def test_a_loss_that_reaches_a_parameter_outside_the_model_is_refused() -> None:
         begin(network(), records(), lambda model, batch: F.cross_entropy(model(batch[0]) * temperature, batch[1]))
 
 
+def test_a_loss_that_trains_a_bare_tensor_is_refused_and_one_with_inputs_that_need_gradients_is_not() -> None:
+    bias = torch.zeros(CLASSES, requires_grad=True)
+    with pytest.raises(dpkfc.PrivacyError, match="not in the model"):
+        begin(network(), records(), lambda model, batch: F.cross_entropy(model(batch[0]) + bias, batch[1]))
+
+    def with_inputs(model: nn.Module, batch: Any) -> Tensor:
+        return cross_entropy(model, (batch[0].requires_grad_(), batch[1]))
+
+    assert train(begin(network(), records(), with_inputs), with_inputs).steps == 4
+
+
+def with_statistics(rows: list[Any]) -> list[Tensor]:
+    x, y = default_collate(rows)
+    return [x, y, x.mean(0)]
+
+
+def with_a_count(rows: list[Any]) -> list[Any]:
+    x, y = default_collate(rows)
+    return [x, y, float((y == CLASSES - 1).sum())]
+
+
+@pytest.mark.parametrize("collate", [with_statistics, with_a_count])
+def test_a_statistic_of_the_batch_from_collate_is_refused(collate: Callable[[list[Any]], Any]) -> None:
+    data = DataLoader(records(), batch_size=N, collate_fn=collate)
+    with pytest.raises(dpkfc.PrivacyError, match="from all records of a batch"):
+        begin(network(), data)
+
+
+class Remembers(nn.Module):
+    """A running mean, in training mode only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x
+
+
+def test_a_buffer_that_learns_in_training_mode_only_is_found_in_the_loop() -> None:
+    """A model from from_pretrained() is in eval mode when it is made private."""
+    model = nn.Sequential(Remembers(), network()).eval()
+    private = begin(model, records())
+    model.train()
+    with pytest.raises(dpkfc.PrivacyError, match=r"buffer '0\.mean' is computed from the records"):
+        train(private)
+    assert private.epsilon() == 0
+
+
+def test_a_buffer_that_grows_on_first_use_is_no_error() -> None:
+    class Grows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.zeros(0))
+            self.register_buffer("cache", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not len(self.table):
+                self.table = torch.linspace(0, 1, x.shape[1])
+                self.cache = self.table * 2
+            return x + self.table
+
+    assert train(begin(nn.Sequential(Grows(), network()), records())).steps == 4
+
+
+@pytest.mark.parametrize("weight", [0.003, 0.01])
+def test_a_small_term_over_the_batch_is_seen_in_bfloat16_too(weight: float) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        out = model(batch[0].bfloat16()).float()
+        return F.cross_entropy(out, batch[1]) + weight * len(out) * out.mean(0).square().sum()
+
+    with pytest.raises(dpkfc.PrivacyError, match="mixes the records"):
+        begin(network(torch.bfloat16), records(), loss)
+
+
+def test_a_fused_optimizer_with_a_scaler_is_refused() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    with pytest.raises(ValueError, match="fused=False"):
+        begin(model, records(), optimizer=optimizer, grad_scaler=torch.amp.GradScaler("cpu"))
+
+
 # -- noise is never used twice
 
 
@@ -378,6 +462,32 @@ class TestNoiseIsUsedOnce:
             forget_this_process(monkeypatch, *private.kept)
             found.append(released(private))
         assert not same_noise(*found, private)
+
+    @pytest.mark.parametrize("how", ["two saves", "load and save", "moved"])
+    def test_every_checkpoint_of_a_step_is_known_to_be_continued(
+        self, noise: str, seed: int | None, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        settings = self.settings(noise, seed)
+        private = train(begin(network(), records(), **settings), steps=2)
+        private.save(tmp_path / "kept")
+        if how == "two saves":
+            private.save(tmp_path / "latest")
+        elif how == "moved":
+            private.save(tmp_path / "latest")
+            (tmp_path / "kept").rename(tmp_path / "elsewhere")
+            (tmp_path / "latest").rename(tmp_path / "kept")
+        else:
+            private = begin(network(), records(), **settings)
+            private.load(tmp_path / "kept")
+            private.save(tmp_path / "latest")
+        one = released(private)
+        forget_this_process(monkeypatch)
+        resumed = begin(network(), records(), **settings)
+        resumed.load(tmp_path / ("elsewhere" if how == "moved" else "kept"))
+        again = released(other_rate(resumed))
+        if how == "moved" and seed is not None:
+            return  # nobody can know, and a seed asks for the same noise
+        assert not same_noise(one, again, resumed)
 
     def test_a_checkpoint_that_was_continued_and_replaced(
         self, noise: str, seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -842,6 +952,7 @@ DAMAGE: dict[str, Any] = {
     "groups": ["00", 5],
     "run": ["", None, 3],
     "weights": [None, "00"],
+    "salt": [None, "ab"],
     "not_private": [{}, {"samples": -1, "clipped": 0, "non_finite": 0}, None],
     "noise": [{}, {"next": -1}, {"next": 99}, None],
     "geometry": [None],

@@ -127,7 +127,7 @@ class Tape:
         self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], None] = _nothing
         self.on_gradient: Callable[[], None] = _nothing
         self.units = units
-        self._anchor = torch.zeros((), requires_grad=True)
+        self.anchor = torch.zeros((), requires_grad=True)
         self._replaced: list[tuple[nn.Module, Any]] = []  # with the forward of their own that they had, if any
         self._handles = [model.register_forward_pre_hook(Hook(self._enter), with_kwargs=True)]
         for unit in units:
@@ -275,7 +275,7 @@ class Tape:
                 )
             self._append(Call(unit, wanted, batch, a, delta))
 
-        anchored = None if out.requires_grad else _Anchor.apply(out, self._anchor, True)
+        anchored = None if out.requires_grad else _Anchor.apply(out, self.anchor, True)
         (out if anchored is None else anchored).register_hook(received)
         return anchored
 
@@ -302,7 +302,7 @@ class Tape:
         return run_under_vmap(unit, original, copies, batch, args, kwargs)
 
     def _copies(self, unit: Unit, name: str, expanded: Tensor) -> Tensor:
-        copies = _Anchor.apply(expanded, self._anchor, False)
+        copies = _Anchor.apply(expanded, self.anchor, False)
         batch, keep_dim = len(expanded), unit.kind == "expanded"
 
         def received(grad: Tensor) -> None:

@@ -7,8 +7,9 @@ epsilon is (Mironov, 2012). Rounding the noisy sum to multiples of g removes tho
 
 **Guarantee.** Let s be the clipped, mapped sum and w the noise, both divided by the expected batch size, v = fl(s + w)
 the computed noisy sum, and ``r = g · round(v / g)`` what is released. Let τ be the standard deviation of w given
-everything released before: the noise scale, since no strategy matrix has a diagonal above 1. g is a power of two, at
-most τ / 64, and a function of the plan alone.
+everything released before: the noise scale, divided by the entry of the strategy matrix on the diagonal, which is 1
+for independent noise and at most `DIAGONAL` for correlated noise. g is a power of two, at most τ / 64, and a function
+of the plan alone.
 
 1. *The grid is public.* g depends on noise multiplier, clip, sensitivity, expected batch size and, for correlated
    noise, the number of steps, and on no record. Division and multiplication by a power of two are exact, so r is a
@@ -47,6 +48,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 FRACTION = 2.0**-6  # the spacing is at most this fraction of the noise of one step
+DIAGONAL = 2.0  # the most that an entry on the diagonal of a strategy matrix is (tested for all of them)
 MOST_STEPS = 2**16  # more steps do not make the grid finer: point 3 needs a spacing above 2⁻¹⁷ τ
 
 
