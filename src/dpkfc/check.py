@@ -253,8 +253,7 @@ def check_collate(collate: Callable[[list[Any]], Any], records: list[Any]) -> No
         whole, again, other = (tree_leaves(_seeded(collate, given)) for given in (records, records, changed))
     except Exception:
         return  # it is tried on every batch anyway, and says then what it cannot do
-    for row in records:  # beside copies of itself
-        _demand_no_statistic(whole, again, tree_leaves(_seeded(collate, [row] * len(records))), len(records))
+    _demand_no_statistic(collate, records)
     for x, y, z in zip(whole, again, other, strict=False):
         if not (isinstance(x, Tensor) and has_rows(x, len(records)) and x.shape == z.shape and torch.equal(x, y)):
             continue  # padded to the longest record, or of a randomness that no seed reaches: nothing can be told
@@ -265,21 +264,42 @@ def check_collate(collate: Callable[[list[Any]], Any], records: list[Any]) -> No
             )
 
 
-def _demand_no_statistic(whole: list[Any], again: list[Any], other: list[Any], rows: int) -> None:
-    """What has no entry per record must be the same for other records of the same shape."""
-    if [getattr(x, "shape", None) for x in whole] != [getattr(x, "shape", None) for x in other]:
-        return  # padded to the longest record: nothing can be told
-    for x, y, z in zip(whole, again, other, strict=True):
-        if _is_of_batch(x, rows) and _equal(x, y) and not _equal(x, z):
-            raise PrivacyError(
-                "collate_fn computes something from all records of a batch (a mean, a count, weights): one record "
-                "would act on all others through it. Let it return what belongs to single records only"
-            )
+def _demand_no_statistic(collate: Callable[[list[Any]], Any], records: list[Any]) -> None:
+    """What has no entry per record must be the same among copies of one record, if all shapes are."""
+    rows = len(records)
+    whole, again, *alone = (
+        _seeded(collate, given) for given in (records, records, *([record] * rows for record in records))
+    )
+    for batch in alone:
+        if _shapes(batch) != _shapes(whole):
+            continue  # padded to the longest record: nothing can be told
+        for x, y, z in zip(*(_without_rows(part, rows) for part in (whole, again, batch)), strict=True):
+            if _equal(x, y) and not _equal(x, z):
+                raise PrivacyError(
+                    "collate_fn computes something from all records of a batch (a mean, a count, weights): one record "
+                    "would act on all others through it. Let it return what belongs to single records only"
+                )
 
 
-def _is_of_batch(x: Any, rows: int) -> bool:
-    """Is it a tensor or a number that does not have one entry per record?"""
-    return not has_rows(x, rows) if isinstance(x, Tensor) else isinstance(x, int | float)
+def _shapes(batch: Any) -> list[Any]:
+    return [getattr(x, "shape", None) for x in tree_leaves(batch)]
+
+
+def _without_rows(batch: Any, rows: int) -> list[Any]:
+    """The tensors, numbers and lists of numbers in the batch that do not have one entry per record."""
+    if isinstance(batch, int | float):
+        return [batch]
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    elif isinstance(batch, Tensor) or (isinstance(batch, list | tuple) and not any(map(_is_nested, batch))):
+        return [] if has_rows(batch, rows) else [batch]
+    if isinstance(batch, list | tuple):
+        return [found for part in batch for found in _without_rows(part, rows)]
+    return []
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, Tensor | Mapping | list | tuple)
 
 
 def _equal(x: Any, y: Any) -> bool:

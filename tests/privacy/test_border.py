@@ -318,6 +318,15 @@ def with_a_count(rows: list[Any]) -> list[Any]:
     return [x, y, float((y == CLASSES - 1).sum())]
 
 
+def test_lists_of_values_and_constants_from_collate_are_accepted() -> None:
+    def collate(rows: list[Any]) -> list[Any]:
+        x, y = default_collate(rows)
+        return [x, y, [int(label) for label in y], ["a" if label else "b" for label in y], 3.0, torch.ones(2), (1, 2)]
+
+    data = DataLoader(records(), batch_size=N, collate_fn=collate)
+    assert train(begin(network(), data)).steps == 4
+
+
 @pytest.mark.parametrize("collate", [with_statistics, with_a_count])
 def test_a_statistic_of_the_batch_from_collate_is_refused(collate: Callable[[list[Any]], Any]) -> None:
     data = DataLoader(records(), batch_size=N, collate_fn=collate)
