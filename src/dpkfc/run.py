@@ -327,9 +327,10 @@ class Private:
             )
         for folder, claimed in self._claim():
             if claimed is False:
+                self._key = lineage.fresh_key(self._key)  # for whoever catches the error and iterates again
                 raise PrivacyError(
                     f"the checkpoint '{folder}' that this run has just saved was continued by another process: both "
-                    "would use the same noise. Load it again here to go on with fresh noise"
+                    "would use the same noise. Iterate over private.loader again to go on with fresh noise"
                 )
             if claimed is None and "seed" not in self.plan.unchecked:
                 self._salt = os.urandom(32)  # it may be continued elsewhere, and nobody would know

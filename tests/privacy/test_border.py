@@ -498,6 +498,25 @@ class TestNoiseIsUsedOnce:
             return  # nobody can know, and a seed asks for the same noise
         assert not same_noise(one, again, resumed)
 
+    def test_a_checkpoint_that_another_process_continues_while_the_run_goes_on(
+        self, noise: str, seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The run that saved it is refused, and does not use the noise when the error is caught either."""
+        settings = self.settings(noise, seed)
+        private = begin(network(), records(), **settings)
+        batches = iter(private.loader)
+        step(private, next(batches), cross_entropy)
+        private.save(tmp_path / "run")
+        kept = dict(dpkfc.lineage._owner), dict(dpkfc.lineage._steps)
+        forget_this_process(monkeypatch)
+        other = begin(network(), records(), **settings)
+        other.load(tmp_path / "run")
+        one = released(other)
+        forget_this_process(monkeypatch, *kept)
+        with pytest.raises(dpkfc.PrivacyError, match="was continued by another process"):
+            next(batches)
+        assert not same_noise(one, released(private), private)
+
     def test_a_checkpoint_that_was_continued_and_replaced(
         self, noise: str, seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
