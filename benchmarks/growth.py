@@ -27,9 +27,9 @@ from torch import nn
 
 from benchmarks.speed import EVERY, positive, remarks, time_workload, versions, with_ratios
 from benchmarks.workloads import Record, Workload
-from dpkfc import Tabular, Tokens
-from dpkfc.models import mlp
-from dpkfc.models.transformer import Block, MeanPool
+from dpkfc.app.models import mlp
+from dpkfc.app.models.transformer import Block, MeanPool
+from dpkfc.probes import Tabular, Tokens
 
 ARMS = ("sgd", "dpkfc", "dpkfc_kfc")
 VOCABULARY, CLASSES = 1000, 10

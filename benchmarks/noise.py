@@ -18,24 +18,24 @@ from rich.console import Console
 from rich.table import Table
 
 import dpkfc
-from dpkfc.noise.choose import Noise
-from dpkfc.noise.rng import add_normal_, first_key
 from dpkfc.noise.sensitivity import Participation
+from dpkfc.planning.choose_noise import Noise
+from dpkfc.random import add_normal_, first_key
 
 SIZES = (100_000, 1_000_000, 10_000_000)
 PARAMETERS = 4_000_000
-WORKLOAD = dpkfc.Workload.sgd(momentum=0.9, weight_decay=0.001, coupled=False)
+WORKLOAD = dpkfc.noise.Workload.sgd(momentum=0.9, weight_decay=0.001, coupled=False)
 STREAMS: dict[str, Noise] = {
-    "independent": dpkfc.Independent(),
-    **{f"square root, {p} bands": dpkfc.BandedSquareRoot(p) for p in (2, 4, 8, 16, 32)},
-    "anticorrelated, regenerated": dpkfc.LambdaCGD(),
-    "inverse square root, 4 bands, regenerated": dpkfc.InverseSquareRoot(4),
-    "buffered, 2 buffers": dpkfc.BufferedToeplitz(2),
+    "independent": dpkfc.noise.Independent(),
+    **{f"square root, {p} bands": dpkfc.noise.BandedSquareRoot(p) for p in (2, 4, 8, 16, 32)},
+    "anticorrelated, regenerated": dpkfc.noise.LambdaCGD(),
+    "inverse square root, 4 bands, regenerated": dpkfc.noise.InverseSquareRoot(4),
+    "buffered, 2 buffers": dpkfc.noise.BufferedToeplitz(2),
 }
 PLANS: list[tuple[str, Noise, int]] = [
-    *(("square root, 100 bands", dpkfc.BandedSquareRoot(100), n) for n in (10_000, 100_000, 1_000_000)),
-    ("optimised Toeplitz, 100 bands", dpkfc.BandedToeplitz(100), 2000),
-    ("buffered, 2 buffers", dpkfc.BufferedToeplitz(2), 2000),
+    *(("square root, 100 bands", dpkfc.noise.BandedSquareRoot(100), n) for n in (10_000, 100_000, 1_000_000)),
+    ("optimised Toeplitz, 100 bands", dpkfc.noise.BandedToeplitz(100), 2000),
+    ("buffered, 2 buffers", dpkfc.noise.BufferedToeplitz(2), 2000),
 ]
 
 
@@ -97,7 +97,7 @@ def main() -> None:
         table.add_row(f"{size:,}", f"{ours / size * 1e9:.2f}", f"{theirs / size * 1e9:.2f}", f"{ours / theirs:.2f}")
     console.print(table)
 
-    arms = {"torch normal_ alone": dpkfc.Independent(), **STREAMS}
+    arms = {"torch normal_ alone": dpkfc.noise.Independent(), **STREAMS}
     target, generator = torch.zeros(PARAMETERS), torch.Generator().manual_seed(0)
     steps = [step(noise, PARAMETERS) for noise in arms.values()]
     steps[0] = lambda: target.add_(torch.empty(PARAMETERS).normal_(generator=generator))

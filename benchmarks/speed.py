@@ -45,6 +45,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from experiments.arguments import names_among
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -52,7 +53,6 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.workloads import WORKLOADS, Record, Workload, loss
 from dpkfc import KFC, Identity, make_private
-from dpkfc.experiments.arguments import names_among
 from dpkfc.geometry.identity import Geometry
 
 CLIP = NOISE_MULTIPLIER = 1.0

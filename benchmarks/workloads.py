@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpkfc import PinkNoise, Tokens
-from dpkfc.geometry.probes.probe import Probe
-from dpkfc.geometry.probes.targets import Loss
-from dpkfc.models import groupnorm_resnet, mlp, paper_cnn, tiny_vit
+from dpkfc.app.models import groupnorm_resnet, mlp, paper_cnn, tiny_vit
+from dpkfc.probes import PinkNoise, Tokens
+from dpkfc.probes.probe import Probe
+from dpkfc.probes.targets import Loss
 
 TOKENS = 128
 BERT_VOCABULARY = 30522

@@ -16,7 +16,7 @@ import typer
 from latex2mathml.converter import convert
 from typer.main import get_command
 
-from dpkfc.cli import app
+from dpkfc.app.cli.main import app
 
 RESULTS = Path(__file__).parent / "results"
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)

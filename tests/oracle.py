@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import dpkfc
-from dpkfc.capture.tape import Tape
-from dpkfc.capture.units import partition
+from dpkfc.per_sample.capture import GradientCapture
+from dpkfc.per_sample.registry import partition
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -47,14 +47,14 @@ def reference_sum(grads: list[dict[str, Tensor]], clip: float) -> dict[str, Tens
     return {name: sum(w * one[name].double() for w, one in zip(weights, grads, strict=True)) for name in grads[0]}
 
 
-def captured_norms(model: nn.Module, loss: Loss, batch: Any, rows: int, by_vmap: tuple[str, ...] = ()) -> Tensor:
+def captured_norms(model: nn.Module, loss: Loss, batch: Any, rows: int, vmap_modules: tuple[str, ...] = ()) -> Tensor:
     """Per-sample norms as the engine computes them, from one mean loss over the batch."""
-    tape = Tape(model, partition(model, by_vmap))
+    capture = GradientCapture(model, partition(model, vmap_modules))
     try:
         loss(model, batch).backward()
-        captured = tape.drain()
+        captured = capture.drain()
     finally:
-        tape.remove()
+        capture.remove()
     assert captured.batch == rows and captured.squared_norms is not None
     return captured.squared_norms.detach().sqrt() * rows
 

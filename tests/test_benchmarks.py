@@ -79,9 +79,9 @@ def refreshed_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     steps: list[int] = []
     refresh = speed.OnDemand.refresh
 
-    def noted(self: speed.OnDemand, model: Any, tape: Any, step: int) -> None:
+    def noted(self: speed.OnDemand, model: Any, capture: Any, step: int) -> None:
         steps.append(step)
-        refresh(self, model, tape, step)
+        refresh(self, model, capture, step)
 
     monkeypatch.setattr(speed.OnDemand, "refresh", noted)
     return steps

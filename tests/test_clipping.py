@@ -75,7 +75,7 @@ def test_every_record_of_a_run_is_scaled(gamma: float) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     private = dpkfc.make_private(
         model, optimizer, TensorDataset(x, y), noise_multiplier=0.0, delta=0.1, steps=1, batch_size=6,
-        clip=dpkfc.Automatic(norm=0.7, gamma=gamma), geometry=dpkfc.Identity(),
+        clip=dpkfc.AutomaticClipping(norm=0.7, gamma=gamma), geometry=dpkfc.Identity(),
         loss=dpkfc.losses.cross_entropy,
     )  # fmt: skip
     for a, b in private.loader:
@@ -91,7 +91,7 @@ def perceptron(seed: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
 
 
-def auto_run(model: nn.Module, geometry: Any, **settings: Any) -> dpkfc.Private:
+def auto_run(model: nn.Module, geometry: Any, **settings: Any) -> dpkfc.PrivateRun:
     data = TensorDataset(torch.zeros(30, 4), torch.zeros(30, dtype=torch.long))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"noise_multiplier": 1.0, "delta": 1e-3, "steps": 4, "batch_size": 5, "clip": "auto"} | settings
@@ -103,7 +103,7 @@ def squares(output: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 def geometries() -> dict[str, Any]:
-    probe = dpkfc.Tabular(features=4, classes=2)
+    probe = dpkfc.probes.Tabular(features=4, classes=2)
     return {
         "kfc": dpkfc.KFC(probe=probe, probes=64, loss=squares),
         "adadps": dpkfc.Diagonal(source=probe, probes=64, loss=squares),
@@ -116,7 +116,7 @@ def test_a_clip_from_probes_is_their_median_mapped_norm(kind: str) -> None:
     model, geometry = perceptron(0), geometries()[kind]
     private = auto_run(model, geometry)
     generator = geometry._probing.generator(0, "clip")
-    probes = dpkfc.Tabular(features=4, classes=2).draw(64, generator)
+    probes = dpkfc.probes.Tabular(features=4, classes=2).draw(64, generator)
     norms = []
     for row in range(64):
         model_ = perceptron(0)
@@ -147,10 +147,10 @@ def test_a_clip_from_probes_needs_probes() -> None:
 @pytest.mark.parametrize(
     ("clip", "message"),
     [
-        (dpkfc.Automatic(norm=0.0), "clip=0.0"),
-        (dpkfc.Automatic(gamma=-1.0), "gamma=-1.0"),
-        (dpkfc.Automatic(gamma=0.0), "at least 0.0001"),
-        (dpkfc.Automatic(gamma=math.nan), "gamma=nan"),
+        (dpkfc.AutomaticClipping(norm=0.0), "clip=0.0"),
+        (dpkfc.AutomaticClipping(gamma=-1.0), "gamma=-1.0"),
+        (dpkfc.AutomaticClipping(gamma=0.0), "at least 0.0001"),
+        (dpkfc.AutomaticClipping(gamma=math.nan), "gamma=nan"),
         (math.inf, "clip=inf"),
     ],
 )

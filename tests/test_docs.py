@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import dpkfc
 import dpkfc.features
-from dpkfc.cli import app
+from dpkfc.app.cli.main import app
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -7,9 +7,9 @@ import torch
 
 from dpkfc.errors import PrivacyError
 from dpkfc.features import Scattering, standardised
-from dpkfc.geometry.probes.pink import PinkNoise
-from dpkfc.geometry.probes.public import Oracle
-from dpkfc.geometry.probes.tokens import Tokens
+from dpkfc.probes.pink import PinkNoise
+from dpkfc.probes.public import Oracle
+from dpkfc.probes.tokens import Tokens
 
 SHAPE = (2, 16, 12)
 PINK = PinkNoise(SHAPE, std=0.3, mean=0.3)

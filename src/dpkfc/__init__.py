@@ -1,80 +1,91 @@
-"""Differentially private training for PyTorch, with the geometry put right before the noise.
+"""Differentially private training for PyTorch: preconditions gradients before clipping and noise.
 
 >>> import dpkfc
->>> plan = dpkfc.Plan.make(records=10_000, batch_size=100, epochs=2, clip=1.0, epsilon=3.0, delta=1e-6)
+>>> plan = dpkfc.Plan.make(
+...     records=10_000, batch_size=100, epochs=2, clip=1.0, epsilon=3.0, delta=1e-6
+... )
 >>> plan.steps
 200
+
+Names are imported on first use, so that ``import dpkfc`` costs little more than ``import torch``.
 """
 
-from dpkfc import diagnostics, losses, optim
-from dpkfc.accounting.ledger import Ledger
-from dpkfc.accounting.selection import BestOf
-from dpkfc.clipping import Automatic
-from dpkfc.errors import PrivacyError
-from dpkfc.fix import fix
-from dpkfc.geometry.diagonal import Diagonal
-from dpkfc.geometry.identity import Identity
-from dpkfc.geometry.kfc import KFC
-from dpkfc.geometry.probes.pink import PinkNoise
-from dpkfc.geometry.probes.public import Hybrid, Oracle, PublicData
-from dpkfc.geometry.probes.tabular import Tabular
-from dpkfc.geometry.probes.through import Through
-from dpkfc.geometry.probes.tokens import Tokens
-from dpkfc.losses import mean_over_records
-from dpkfc.noise.banded import Banded
-from dpkfc.noise.choose import Auto
-from dpkfc.noise.independent import Independent
-from dpkfc.noise.toeplitz import (
-    BandedSquareRoot,
-    BandedToeplitz,
-    BufferedToeplitz,
-    InverseSquareRoot,
-    LambdaCGD,
-    OutputPerturbation,
-)
-from dpkfc.noise.workload import Workload
-from dpkfc.plan import Plan
-from dpkfc.presets import Recipe, recipe
-from dpkfc.private import make_private
-from dpkfc.run import Private
-from dpkfc.tuning import tune, tune_privately
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dpkfc import diagnostics, losses, noise, optim, probes, tuning
+    from dpkfc.accounting.ledger import Ledger
+    from dpkfc.clipping import AutomaticClipping
+    from dpkfc.engine.fix import fix
+    from dpkfc.engine.make_private import make_private
+    from dpkfc.engine.options import Options
+    from dpkfc.engine.run import PrivateRun
+    from dpkfc.errors import PrivacyError
+    from dpkfc.geometry.diagonal import Diagonal
+    from dpkfc.geometry.identity import Identity
+    from dpkfc.geometry.kfc import KFC
+    from dpkfc.per_sample.registry import register_layer
+    from dpkfc.planning.plan import Plan
+    from dpkfc.planning.recipe import recipe
+    from dpkfc.tuning.search import tune, tune_privately
 
 __version__ = "0.1.0"
 __all__ = [
     "KFC",
-    "Auto",
-    "Automatic",
-    "Banded",
-    "BandedSquareRoot",
-    "BandedToeplitz",
-    "BestOf",
-    "BufferedToeplitz",
+    "AutomaticClipping",
     "Diagonal",
-    "Hybrid",
     "Identity",
-    "Independent",
-    "InverseSquareRoot",
-    "LambdaCGD",
     "Ledger",
-    "Oracle",
-    "OutputPerturbation",
-    "PinkNoise",
+    "Options",
     "Plan",
     "PrivacyError",
-    "Private",
-    "PublicData",
-    "Recipe",
-    "Tabular",
-    "Through",
-    "Tokens",
-    "Workload",
+    "PrivateRun",
     "diagnostics",
     "fix",
     "losses",
     "make_private",
-    "mean_over_records",
+    "noise",
     "optim",
+    "probes",
     "recipe",
+    "register_layer",
     "tune",
     "tune_privately",
+    "tuning",
 ]
+
+_MODULE_OF = {
+    "KFC": "geometry.kfc",
+    "AutomaticClipping": "clipping",
+    "Diagonal": "geometry.diagonal",
+    "Identity": "geometry.identity",
+    "Ledger": "accounting.ledger",
+    "Options": "engine.options",
+    "Plan": "planning.plan",
+    "PrivacyError": "errors",
+    "PrivateRun": "engine.run",
+    "fix": "engine.fix",
+    "make_private": "engine.make_private",
+    "recipe": "planning.recipe",
+    "register_layer": "per_sample.registry",
+    "tune": "tuning.search",
+    "tune_privately": "tuning.search",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        value = getattr(import_module(f"dpkfc.{_MODULE_OF[name]}"), name)
+    elif name in __all__:
+        value = import_module(f"dpkfc.{name}")
+    else:
+        raise AttributeError(f"module 'dpkfc' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,6 +1,6 @@
 """`python -m dpkfc`: the command line."""
 
-from dpkfc.cli import app
+from dpkfc.app.cli.main import app
 
 if __name__ == "__main__":
     app(prog_name="dpkfc")

@@ -14,7 +14,7 @@ SMALLEST_GAMMA = 1e-4
 
 
 @dataclass(frozen=True)
-class Automatic:
+class AutomaticClipping:
     """Automatic clipping (Bu et al., 2023): ``C g / (‖g‖ + γ)``, for every record, however small its gradient.
 
     One number less to tune: with plain clipping at a small C nearly every gradient is clipped anyway, and C only scales

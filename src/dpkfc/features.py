@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dpkfc.errors import PrivacyError
-from dpkfc.geometry.probes.probe import Probe
+from dpkfc.probes.probe import Probe
 
 FLOOR = 0.03  # of the standard deviation of a feature, relative to the root mean square over all features
 
@@ -57,7 +57,7 @@ def standardised(
 ) -> Callable[[Tensor], Tensor]:
     """`transform`, shifted and scaled: the features of probes have mean 0 and variance 1. No record is read.
 
-    >>> from dpkfc.geometry.probes.pink import PinkNoise
+    >>> from dpkfc.probes.pink import PinkNoise
     >>> features = standardised(lambda images: images.flatten(1), PinkNoise((1, 8, 8), std=0.3, mean=0.3))
     >>> features(torch.full((1, 1, 8, 8), 0.3)).abs().max() < 0.1
     tensor(True)

@@ -28,7 +28,7 @@ def mean_over_records(values: Tensor, mask: Tensor | None = None) -> Tensor:
     length of one record change the weight of every other, and its influence would no longer be bounded.
 
     >>> import torch, dpkfc
-    >>> dpkfc.mean_over_records(torch.tensor([[1.0, 3.0], [5.0, 0.0]]), torch.tensor([[True, True], [True, False]]))
+    >>> dpkfc.losses.mean_over_records(torch.tensor([[1.0, 3.0], [5.0, 0.0]]), torch.tensor([[True, True], [True, False]]))
     tensor(3.5000)
     """
     if mask is None:

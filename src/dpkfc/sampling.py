@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 from dpkfc.errors import PrivacyError
-from dpkfc.noise.rng import next_key, sub_key, uniform_bits
+from dpkfc.random import next_key, sub_key, uniform_bits
 
 NEVER = 1e-12  # a probability that is not reckoned with
 

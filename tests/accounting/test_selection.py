@@ -15,10 +15,11 @@ from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from scipy import stats
 from scipy.special import gammaln, logsumexp
 
-from dpkfc import BestOf, PrivacyError
+from dpkfc import PrivacyError
 from dpkfc.accounting.calibrate import ORDERS, calibrate_noise, epsilon_spent
 from dpkfc.accounting.events import Mechanism
 from dpkfc.accounting.ledger import Ledger, read
+from dpkfc.accounting.selection import BestOf
 
 DELTA = 1e-5
 SHAPES = [BestOf(10), BestOf(10, "poisson"), BestOf(10, "geometric", 20.0), BestOf(2.5, "poisson", 8.0)]

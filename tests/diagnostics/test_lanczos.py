@@ -119,7 +119,7 @@ def test_probes_by_name_with_the_mean_of_their_losses() -> None:
     x, y = batch()
     options = {"steps": 10, "vectors": 1}
     records = hessian_density(network(), (x, y), loss=loss, **options).sources["records"]
-    found = hessian_density(network(), {"one": Fixed(x, y), "two": dpkfc.Tabular(4, count=8)}, **options)
+    found = hessian_density(network(), {"one": Fixed(x, y), "two": dpkfc.probes.Tabular(4, count=8)}, **options)
     assert list(found.sources) == ["one", "two"]
     assert found.sources["one"].nodes == pytest.approx(records.nodes)
 

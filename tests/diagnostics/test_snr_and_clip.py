@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import dpkfc
-from dpkfc.capture.tape import Tape
-from dpkfc.capture.units import partition
 from dpkfc.diagnostics import clip_effect, layer_snr
+from dpkfc.per_sample.capture import GradientCapture
+from dpkfc.per_sample.registry import partition
 
 LAYERS = {"0": ("0.weight", "0.bias"), "2": ("2.weight", "2.bias"), "4": ("4.weight", "4.bias")}
 
@@ -48,7 +48,7 @@ def gradients(model: nn.Module, x: Tensor, y: Tensor) -> list[dict[str, Tensor]]
 
 
 def geometry() -> dpkfc.KFC:
-    return dpkfc.KFC(dpkfc.Tabular(6, std=2.0), factors="AG", damping=0.1, probes=64)
+    return dpkfc.KFC(dpkfc.probes.Tabular(6, std=2.0), factors="AG", damping=0.1, probes=64)
 
 
 def by_hand(name: str, x: Tensor, y: Tensor) -> list[dict[str, Tensor]]:
@@ -57,10 +57,10 @@ def by_hand(name: str, x: Tensor, y: Tensor) -> list[dict[str, Tensor]]:
     grads = gradients(model, x, y)
     if name == "DP-SGD":
         return grads
-    built, tape = geometry(), Tape(model, partition(model))
-    built.prepare(model, tape)
-    built.refresh(model, tape, 0)
-    tape.remove()
+    built, capture = geometry(), GradientCapture(model, partition(model))
+    built.prepare(model, capture)
+    built.refresh(model, capture, 0)
+    capture.remove()
     return mapped(built, model, grads)
 
 
@@ -73,7 +73,7 @@ def stacked(grads: list[dict[str, Tensor]]) -> Tensor:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("clip", [0.7, "median", dpkfc.Automatic(0.5, gamma=0.1)], ids=str)
+@pytest.mark.parametrize("clip", [0.7, "median", dpkfc.AutomaticClipping(0.5, gamma=0.1)], ids=str)
 def test_snr_of_records(clip: Any, reduction: Any) -> None:
     x, y = batch()
 
@@ -94,8 +94,14 @@ def test_snr_of_records(clip: Any, reduction: Any) -> None:
     for name, rows in found.geometries.items():
         grads = by_hand(name, x, y)
         norms = stacked(grads).norm(dim=1)
-        norm = float(norms.median()) if clip == "median" else clip.norm if isinstance(clip, dpkfc.Automatic) else clip
-        weights = norm / (norms + 0.1) if isinstance(clip, dpkfc.Automatic) else (norm / norms).clamp(max=1)
+        norm = (
+            float(norms.median())
+            if clip == "median"
+            else clip.norm
+            if isinstance(clip, dpkfc.AutomaticClipping)
+            else clip
+        )
+        weights = norm / (norms + 0.1) if isinstance(clip, dpkfc.AutomaticClipping) else (norm / norms).clamp(max=1)
         assert found.clips[name] == pytest.approx(norm, rel=1e-4)
         for row, (layer, names) in zip(rows, LAYERS.items(), strict=True):
             mean = sum(w * flat(one, names) for w, one in zip(weights, grads, strict=True)) / len(x)
@@ -175,7 +181,7 @@ def test_an_unused_layer_has_noise_and_no_signal() -> None:
 
 
 def test_shown_as_table_plot_and_json(tmp_path: Path) -> None:
-    options = {"clip": "median", "geometry": {"KFC": geometry(), "AdaDPS": dpkfc.Diagonal(dpkfc.Tabular(6))}}
+    options = {"clip": "median", "geometry": {"KFC": geometry(), "AdaDPS": dpkfc.Diagonal(dpkfc.probes.Tabular(6))}}
     for found in (
         layer_snr(network(), batch(), noise_multiplier=1.0, batch_size=8, loss=loss, **options),
         clip_effect(network(), batch(), loss=loss, **options),
@@ -197,10 +203,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"loss_reduction": "none"}, "loss_reduction='none'"),
     ({"loss": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none")}, "scalar tensor"),
     ({"loss": lambda model, batch: torch.ones((), requires_grad=True)}, "did not run the model"),
-    ({"probes": 0, "source": dpkfc.Tabular(6), "loss": "cross_entropy"}, "probes=0"),
+    ({"probes": 0, "source": dpkfc.probes.Tabular(6), "loss": "cross_entropy"}, "probes=0"),
     ({"model": nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))}, "BatchNorm1d"),
     ({"model": "model"}, "must be a torch.nn.Module"),
-    ({"by_vmap": ["nowhere"]}, "by_vmap names no module"),
+    ({"vmap_modules": ["nowhere"]}, "vmap_modules names no module"),
     ({"loss": lambda model, batch: loss(model, batch) + loss(model, [part[:2] for part in batch])}, "batches of"),
 ]
 

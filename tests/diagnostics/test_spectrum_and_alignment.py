@@ -111,7 +111,7 @@ def test_eigenvalues_without_forming_the_products() -> None:
 
 
 def test_few_points_of_many() -> None:
-    (layer,) = kronecker_spectrum(nn.Linear(30, 20), dpkfc.Tabular(30), points=16).sources["Gaussian features"]
+    (layer,) = kronecker_spectrum(nn.Linear(30, 20), dpkfc.probes.Tabular(30), points=16).sources["Gaussian features"]
     assert layer.ranks[0] == 1 and layer.ranks[-1] == layer.total == 31 * 20 and len(layer.ranks) <= 16
     assert list(layer.values) == sorted(layer.values, reverse=True)
 
@@ -120,13 +120,19 @@ def test_a_factor_that_is_zero_has_no_direction() -> None:
     """A loss that is flat leaves G zero."""
     model = nn.Linear(3, 2)
     (row,) = factor_alignment(
-        model, dpkfc.Tabular(3), dpkfc.Tabular(3), loss=lambda output, probes, generator: 0 * output.sum(1)
+        model,
+        dpkfc.probes.Tabular(3),
+        dpkfc.probes.Tabular(3),
+        loss=lambda output, probes, generator: 0 * output.sum(1),
     ).sources["Gaussian features"]
     assert row.cosine[0] == pytest.approx(1) and row.cosine[1] != row.cosine[1]
 
 
 def test_shown_as_table_plot_and_json(tmp_path: Path) -> None:
-    sources = {"pink": dpkfc.PinkNoise((2, 6, 6), count=16), "public": dpkfc.PublicData(torch.randn(20, 2, 6, 6))}
+    sources = {
+        "pink": dpkfc.probes.PinkNoise((2, 6, 6), count=16),
+        "public": dpkfc.probes.PublicData(torch.randn(20, 2, 6, 6)),
+    }
     found: list[Any] = [kronecker_spectrum(network(), sources)]
     found.append(factor_alignment(network(), sources["pink"], sources))
     for one in found:
@@ -137,7 +143,7 @@ def test_shown_as_table_plot_and_json(tmp_path: Path) -> None:
 
 
 def test_refused() -> None:
-    probe = dpkfc.Tabular(3)
+    probe = dpkfc.probes.Tabular(3)
     with pytest.raises(dpkfc.PrivacyError, match="source 'a' is Tensor: give a probe"):
         kronecker_spectrum(nn.Linear(3, 2), {"a": torch.randn(4, 3)})  # type: ignore[dict-item]
     with pytest.raises(dpkfc.PrivacyError, match="no source was given"):

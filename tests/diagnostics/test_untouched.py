@@ -46,7 +46,7 @@ class Scale(nn.Module):
         return self.scale * x
 
 
-class Scaled(nn.Module):
+class DiagonalMap(nn.Module):
     """A layer, a bare parameter and a module under vmap."""
 
     def __init__(self) -> None:
@@ -67,16 +67,16 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(12, 6, generator=generator), torch.randint(3, (12,), generator=generator)
 
 
-GEOMETRY = dpkfc.KFC(dpkfc.Tabular(6, count=16))
+GEOMETRY = dpkfc.KFC(dpkfc.probes.Tabular(6, count=16))
 STEP = {"clip": "median", "geometry": GEOMETRY}
 NOISE = {"noise_multiplier": 1.0, "batch_size": 8}
-PROBE = dpkfc.Tabular(6, count=16)
+PROBE = dpkfc.probes.Tabular(6, count=16)
 CALLS: dict[str, Callable[[nn.Module], Any]] = {
     "snr of records": lambda model: layer_snr(model, batch(), loss=loss, **NOISE, **STEP),
     "snr of probes": lambda model: layer_snr(model, PROBE, **NOISE, **STEP),
     "clip": lambda model: clip_effect(model, batch(), loss=loss, **STEP),
     "spectrum": lambda model: kronecker_spectrum(model, PROBE),
-    "alignment": lambda model: factor_alignment(model, PROBE, {"wide": dpkfc.Tabular(6, std=3.0, count=16)}),
+    "alignment": lambda model: factor_alignment(model, PROBE, {"wide": dpkfc.probes.Tabular(6, std=3.0, count=16)}),
     "hessian": lambda model: hessian_density(model, batch(), loss=loss, steps=3, vectors=1),
     "ggn of probes": lambda model: hessian_density(model, PROBE, matrix="ggn", steps=3, vectors=1),
 }
@@ -121,7 +121,7 @@ def test_a_private_run_does_not_notice(call: Callable[[nn.Module], Any]) -> None
 
     def run(look: Callable[[nn.Module], Any]) -> list[Tensor]:
         torch.manual_seed(0)
-        model = Scaled()
+        model = DiagonalMap()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         data = TensorDataset(torch.randn(30, 6), torch.randint(3, (30,)))
         private = dpkfc.make_private(
@@ -131,7 +131,7 @@ def test_a_private_run_does_not_notice(call: Callable[[nn.Module], Any]) -> None
             steps=2,
             delta=1e-3,
             seed=1,
-            geometry=dpkfc.KFC(dpkfc.Tabular(6, count=16), every=1),
+            geometry=dpkfc.KFC(dpkfc.probes.Tabular(6, count=16), every=1),
             loss=dpkfc.losses.cross_entropy,
             **NOISE,
         )
@@ -154,7 +154,7 @@ def test_results_say_whether_they_are_private() -> None:
     model, x = nn.Linear(6, 3), batch()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        oracle = dpkfc.Oracle(x, labels=True, count=12)
+        oracle = dpkfc.probes.Oracle(x, labels=True, count=12)
     public = "public: probes and weights only"
     records = "not private: computed from the given records"
     private = "not private: computed from the private records of an Oracle"

@@ -7,15 +7,15 @@ import json
 from pathlib import Path
 
 import pytest
+from experiments.bsr_error import B, Case, Row, low_memory, measure, once, repeated, run
+from experiments.options import ReproduceOptions
 from rich.console import Console
 from typer.testing import CliRunner
 
-from dpkfc.cli import app
+from dpkfc.app.cli.main import app
 from dpkfc.errors import PrivacyError
-from dpkfc.experiments import bsr_error
-from dpkfc.experiments.bsr_error import B, Case, Row, low_memory, measure, once, repeated, run
-from dpkfc.experiments.order import Order
 from dpkfc.noise.toeplitz import BandedToeplitz
+from experiments import bsr_error
 
 STEPS = (100, 200, 500, 1000, 2000)
 REPEATED = {
@@ -87,7 +87,7 @@ def test_vectors_kept() -> None:
 
 def test_files_are_written_and_only_aof_is_taken_from_them(tmp_path: Path) -> None:
     console = quiet()
-    run(Order(tmp_path, console, quick=True), steps=(100, 501))
+    run(ReproduceOptions(tmp_path, console, quick=True), steps=(100, 501))
     assert {file.name for file in tmp_path.iterdir()} == {"bsr-error.json", "bsr-error.md", "bsr-error.png"}
     assert (tmp_path / "bsr-error.png").read_bytes()[:4] == b"\x89PNG"
     text = (tmp_path / "bsr-error.md").read_text()
@@ -100,7 +100,7 @@ def test_files_are_written_and_only_aof_is_taken_from_them(tmp_path: Path) -> No
     changed = [row | {"error": 77.777 if row["method"] == "AOF" else 88.888} for row in rows]
     other = changed[0] | {"n": 7}
     (tmp_path / "bsr-error.json").write_text(json.dumps([*changed, other]))
-    run(Order(tmp_path, quiet(), quick=True), steps=(100,))
+    run(ReproduceOptions(tmp_path, quiet(), quick=True), steps=(100,))
     again = (tmp_path / "bsr-error.md").read_text()
     assert again.count("77.777") == 4
     assert "88.888" not in again
@@ -118,7 +118,7 @@ def test_an_interrupted_run_keeps_what_it_found(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(bsr_error, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run(Order(tmp_path, quiet(), quick=True), steps=(100,))
+        run(ReproduceOptions(tmp_path, quiet(), quick=True), steps=(100,))
     rows = json.loads((tmp_path / "bsr-error.json").read_text())
     assert [row["beta"] for row in rows if row["method"] == "AOF"] == [0.0, 0.9]
 
@@ -127,16 +127,16 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for content in ("[{", '{"a": 1}', '[{"method": "AOF"}]'):
         (tmp_path / "bsr-error.json").write_text(content)
         with pytest.raises(PrivacyError, match="does not hold results of this experiment"):
-            run(Order(tmp_path, quiet(), quick=True), steps=(100,))
+            run(ReproduceOptions(tmp_path, quiet(), quick=True), steps=(100,))
     monkeypatch.setattr(bsr_error, "find_spec", lambda name: None)
     with pytest.raises(PrivacyError, match="pip install matplotlib"):
-        run(Order(tmp_path, quiet(), quick=True))
+        run(ReproduceOptions(tmp_path, quiet(), quick=True))
 
 
 def test_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    called: list[Order] = []
+    called: list[ReproduceOptions] = []
 
-    def fake(order: Order) -> None:
+    def fake(order: ReproduceOptions) -> None:
         called.append(order)
         order.out.mkdir(parents=True)
         (order.out / "bsr-error.md").write_text("# Found\n")

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from experiments.clip_and_rate import Finding, Run, find, level_set, train, verdict
+from experiments.on_digits import Result
+from experiments.options import ReproduceOptions
 from rich.console import Console
 
 import dpkfc
-from dpkfc.experiments import clip_and_rate as experiment
-from dpkfc.experiments.clip_and_rate import Finding, Run, find, level_set, train, verdict
-from dpkfc.experiments.on_digits import Result
-from dpkfc.experiments.order import Order
+from experiments import clip_and_rate as experiment
 
 FEW = {"steps": 3, "batch_size": 300}
 CLIPS, RATES = (0.1, 1.0, 10.0), (0.001, 0.01, 0.1, 1.0, 10.0)
@@ -132,15 +132,15 @@ def test_reproduced_into_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(experiment, "train", untrained)
     monkeypatch.setattr(experiment, "plot", lambda findings, file: file.touch())
-    experiment.run(Order(tmp_path, Console(quiet=True), quick=True))
+    experiment.run(ReproduceOptions(tmp_path, Console(quiet=True), quick=True))
     text = (tmp_path / "quick.md").read_text()
     assert len(trained) == 18 and {run.steps for run in trained} == {20} and "20 steps of 96" in text
     assert "**Quick:**" in text and "claim" not in text, "no verdict on a few cells"
-    experiment.run(Order(tmp_path, Console(quiet=True), quick=False))
+    experiment.run(ReproduceOptions(tmp_path, Console(quiet=True), quick=False))
     assert len(trained) == 18 + 2 * 2 * 8 * 12 and "100 steps of 96" in (tmp_path / "clip-and-rate.md").read_text()
     (tmp_path / "quick.jsonl").write_text("{")
     with pytest.raises(dpkfc.PrivacyError, match="cut off"):
-        experiment.run(Order(tmp_path, Console(quiet=True), quick=True))
+        experiment.run(ReproduceOptions(tmp_path, Console(quiet=True), quick=True))
 
 
 def test_wrong_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

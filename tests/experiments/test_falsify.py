@@ -11,13 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from experiments.falsify import STUDY, Difference, by_seed, compared, on_the_way, paired, report, verdict
+from experiments.setting import Result, Setting, holding, train
+from experiments.study import Row, finals, tries
 from rich.console import Console
 from scipy import stats
 from torch.utils.data import TensorDataset
-
-from dpkfc.experiments.falsify import STUDY, Difference, by_seed, compared, on_the_way, paired, report, verdict
-from dpkfc.experiments.setting import Result, Setting, holding, train
-from dpkfc.experiments.study import Row, finals, tries
 
 OUTCOMES = {"dp-sgd": 0.80, "synthetic": 0.90, "oracle": 0.92, "public": 0.92, "white noise": 0.85}
 

@@ -16,16 +16,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
-from rich.console import Console
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
-
-import dpkfc
-from dpkfc.diagnostics.step import Step
-from dpkfc.experiments import alignment, density, figures, layer_snr, sources, spectra
-from dpkfc.experiments.order import Order
-from dpkfc.experiments.sources import (
+from experiments.options import ReproduceOptions
+from experiments.sources import (
     BRIGHT,
     LAYERS,
     LOOKED_AT,
@@ -41,7 +33,15 @@ from dpkfc.experiments.sources import (
     Run,
     Task,
 )
-from dpkfc.geometry.probes.probe import tensors
+from numpy.typing import NDArray
+from rich.console import Console
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import dpkfc
+from dpkfc.diagnostics.step import Step
+from dpkfc.probes.probe import tensors
+from experiments import alignment, density, figures, layer_snr, sources, spectra
 
 QUIET = Console(quiet=True)
 RECORDS, TESTS, IMAGES = 300, 20, 16
@@ -74,7 +74,7 @@ def write_cifar(folder: Path) -> None:
 @pytest.fixture(autouse=True)
 def _any_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibration takes longer than these runs."""
-    monkeypatch.setattr("dpkfc.plan._calibrated", lambda *run: 1.0)
+    monkeypatch.setattr("dpkfc.planning.plan._calibrated", lambda *run: 1.0)
 
 
 @pytest.fixture(scope="session")
@@ -95,7 +95,7 @@ def small() -> Task:
     def some(count: int) -> tuple[Tensor, Tensor]:
         return torch.rand(count, 1, 28, 28, generator=generator), torch.randint(10, (count,), generator=generator)
 
-    found = {name: dpkfc.PublicData(some(IMAGES), labels=True) for name in (ORACLE, *LOOKED_AT)}
+    found = {name: dpkfc.probes.PublicData(some(IMAGES), labels=True) for name in (ORACLE, *LOOKED_AT)}
     return Task(TensorDataset(*some(RECORDS)), TensorDataset(*some(TESTS)), found)
 
 
@@ -161,7 +161,7 @@ def test_missing_data_is_named(tmp_path: Path, module: ModuleType, missing: str,
             write_idx(tmp_path, dataset)
     expected = "data_batch_1" if module is layer_snr else message
     with pytest.raises(dpkfc.PrivacyError, match=expected):
-        module.run(Order(tmp_path / "out", QUIET, True, tmp_path))
+        module.run(ReproduceOptions(tmp_path / "out", QUIET, True, tmp_path))
 
 
 def test_training_is_looked_at_from_the_initial_weights_to_the_last_step(small: Task) -> None:
@@ -546,9 +546,9 @@ def test_a_figure_is_written_and_not_measured_twice(
         monkeypatch.setattr(module, "finish", roughly)
     if not quick:
         monkeypatch.setattr(module, "can_draw", lambda console: False)  # the same pictures, once more
-    module.run(Order(tmp_path, QUIET, quick))
+    module.run(ReproduceOptions(tmp_path, QUIET, quick))
     monkeypatch.setattr(module, "can_draw", lambda console: False)
-    module.run(Order(tmp_path, QUIET, quick))
+    module.run(ReproduceOptions(tmp_path, QUIET, quick))
     assert len(settings) == len(set(settings)) == len(json.loads((tmp_path / f"{name}.json").read_text()))
     assert {setting.run.seed for setting in settings} == ({0} if quick else {0, 1, 2})
     assert all(setting.run.looks[-1] < 10 for setting in settings) == quick

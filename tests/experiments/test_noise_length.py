@@ -9,11 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
-
-import dpkfc
-from dpkfc.experiments import noise_length as experiment
-from dpkfc.experiments.noise_length import (
+from experiments.noise_length import (
     DIGITS,
     KFC,
     POST,
@@ -29,9 +25,13 @@ from dpkfc.experiments.noise_length import (
     summary,
     train,
 )
-from dpkfc.experiments.on_digits import Result
-from dpkfc.experiments.order import Order
-from dpkfc.experiments.setting import Setting
+from experiments.on_digits import Result
+from experiments.options import ReproduceOptions
+from experiments.setting import Setting
+from rich.console import Console
+
+import dpkfc
+from experiments import noise_length as experiment
 
 TRY = Setting("mnist", "dp-sgd", 0.1, epsilon=3.0, batch_size=512)
 STEPS = 20
@@ -64,9 +64,10 @@ def test_the_noise_length_by_hand() -> None:
 def test_correlated_noise_has_its_own_length() -> None:
     banded = replace(TRY, noise={"name": "BandedToeplitz", "bands": 4})
     run = {"records": 55_000, "batch_size": 512, "steps": STEPS, "clip": 1.0, "epsilon": 3.0, "delta": 1e-5}
-    workload = dpkfc.Workload.sgd(momentum=0.9)
+    workload = dpkfc.noise.Workload.sgd(momentum=0.9)
     candidates = [
-        experiment.evaluate(noise, workload, **run) for noise in (dpkfc.BandedToeplitz(4), dpkfc.Independent())
+        experiment.evaluate(noise, workload, **run)
+        for noise in (dpkfc.noise.BandedToeplitz(4), dpkfc.noise.Independent())
     ]
     ratio = length_per_rate(banded, STEPS) / length_per_rate(TRY, STEPS)
     assert ratio == pytest.approx(candidates[0].rmse / candidates[1].rmse)
@@ -192,7 +193,7 @@ def test_reproduced_on_what_the_folder_holds(
 ) -> None:
     monkeypatch.setattr(experiment, "SEEDS", (1,))
     monkeypatch.setattr(experiment, "train", lambda run, device: train(replace(run, epochs=1.0, batch_size=600)))
-    experiment.run(Order(tmp_path, Console(width=400), quick=True))
+    experiment.run(ReproduceOptions(tmp_path, Console(width=400), quick=True))
     shown = capsys.readouterr().out
     assert f"`dpkfc reproduce geometry --out {tmp_path}/geometry`" in shown and "correlated" in shown
     assert len((tmp_path / "quick.jsonl").read_text().splitlines()) == 3
@@ -201,12 +202,12 @@ def test_reproduced_on_what_the_folder_holds(
     (tmp_path / "geometry").mkdir()
     tries = [replace(TRY, lr=lr) for lr in (0.1, 0.2, 0.4)]
     (tmp_path / "geometry" / "results.jsonl").write_text("".join(json.dumps(row(one)) + "\n" for one in tries))
-    experiment.run(Order(tmp_path, Console(width=400), quick=True))
+    experiment.run(ReproduceOptions(tmp_path, Console(width=400), quick=True))
     assert "dpkfc reproduce geometry" not in capsys.readouterr().out
     assert "| mnist, paper_cnn | dp-sgd | 3 | 512 |" in (tmp_path / "quick.md").read_text()
     (tmp_path / "quick.jsonl").write_text("{")
     with pytest.raises(dpkfc.PrivacyError, match="cut off"):
-        experiment.run(Order(tmp_path, Console(quiet=True), quick=True))
+        experiment.run(ReproduceOptions(tmp_path, Console(quiet=True), quick=True))
 
 
 def test_wrong_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from experiments.data.changes import CHANGES
+from experiments.non_stationary import GEOMETRIES, INPUTS, STUDY, report
+from experiments.setting import Result, Setting, changed, train
+from experiments.study import Row, finals, tries
 from rich.console import Console
 from torch.utils.data import TensorDataset
 
 import dpkfc
-from dpkfc.data.changes import CHANGES
-from dpkfc.experiments import setting as experiment
-from dpkfc.experiments.non_stationary import GEOMETRIES, INPUTS, STUDY, report
-from dpkfc.experiments.setting import Result, Setting, changed, train
-from dpkfc.experiments.study import Row, finals, tries
+from experiments import setting as experiment
 
 IMAGES = torch.rand(6, 2, 28, 28, generator=torch.Generator().manual_seed(0))
 
@@ -56,7 +56,7 @@ def test_scales_have_a_range_of_a_hundred() -> None:
 
 def test_blue_images_have_the_inverse_of_a_natural_spectrum() -> None:
     """Pink noise of power 1/f² comes out with power f²."""
-    pink = dpkfc.PinkNoise(shape=(1, 28, 28), classes=10, alpha=2.0)
+    pink = dpkfc.probes.PinkNoise(shape=(1, 28, 28), classes=10, alpha=2.0)
     inputs = pink.draw(512, torch.Generator().manual_seed(0)).inputs
     assert isinstance(inputs, torch.Tensor)
     power = (np.abs(np.fft.fft2(CHANGES["blue"](inputs)[:, 0].numpy())) ** 2).mean(0)

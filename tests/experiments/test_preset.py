@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from experiments.options import ReproduceOptions
+from experiments.preset import Result, Run
 from rich.console import Console
 from torch.utils.data import TensorDataset
 
 import dpkfc
-from dpkfc.experiments import preset
-from dpkfc.experiments.order import Order
-from dpkfc.experiments.preset import Result, Run
+from experiments import preset
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight features, few steps, and no search for the noise."""
-    monkeypatch.setattr(dpkfc.presets, "STEPS", 10)
+    monkeypatch.setattr(dpkfc.planning.recipe, "STEPS", 10)
     monkeypatch.setattr(preset, "Scattering", lambda shape: lambda images: images.flatten(1)[:, 300:308])
-    monkeypatch.setattr(dpkfc.presets, "_candidates", lambda turns: [dpkfc.Independent()])
+    monkeypatch.setattr(dpkfc.planning.recipe, "_candidates", lambda turns: [dpkfc.noise.Independent()])
 
 
 @pytest.mark.parametrize(("dataset", "shape"), [("mnist", (1, 28, 28)), ("cifar-10", (3, 32, 32))])
@@ -68,14 +68,14 @@ def test_the_command_runs_resumes_and_reports(folder: Path, quick: None, capsys:
 
 def test_reproduced_into_a_folder(folder: Path, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preset, "QUICK_RECORDS", (120, 20))
-    preset.run(Order(tmp_path, Console(quiet=True), True, folder))
+    preset.run(ReproduceOptions(tmp_path, Console(quiet=True), True, folder))
     (row,) = (json.loads(line) for line in (tmp_path / "quick.jsonl").read_text().splitlines())
     assert row["run"]["dataset"] == "mnist" and row["result"]["steps"] == 15
     text = (tmp_path / "quick.md").read_text()
     assert "**Quick:**" in text and "(1) |  |" in text, "no mark beside figures that say nothing"
     with pytest.raises(dpkfc.PrivacyError, match="fashion-mnist"):
         monkeypatch.setattr(preset, "MARKS", {"fashion-mnist": 89.7})
-        preset.run(Order(tmp_path, Console(quiet=True), False, folder))
+        preset.run(ReproduceOptions(tmp_path, Console(quiet=True), False, folder))
 
 
 def test_first_records() -> None:

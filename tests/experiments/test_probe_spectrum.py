@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from experiments.probe_spectrum import KINDS, QUESTIONS, STUDY, answers, probe, report
+from experiments.setting import Result, Setting
+from experiments.study import Row, finals, tries
 from rich.console import Console
 
 import dpkfc
-from dpkfc.data.idx import Scaling
-from dpkfc.experiments.probe_spectrum import KINDS, QUESTIONS, STUDY, answers, probe, report
-from dpkfc.experiments.setting import Result, Setting
-from dpkfc.experiments.study import Row, finals, tries
+from dpkfc.app.readers.idx import Scaling
 
 
 def drawn(kind: str, alpha: float, scaling: Scaling, channels: int = 3) -> torch.Tensor:
-    noise = dpkfc.PinkNoise(shape=(channels, 16, 16), classes=10, **probe(kind, alpha, scaling))
+    noise = dpkfc.probes.PinkNoise(shape=(channels, 16, 16), classes=10, **probe(kind, alpha, scaling))
     inputs = noise.draw(256, torch.Generator().manual_seed(0)).inputs
     assert isinstance(inputs, torch.Tensor)
     return inputs

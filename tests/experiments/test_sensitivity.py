@@ -12,18 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
-from scipy.stats import ttest_ind
-from torch.utils.data import TensorDataset
-
-import dpkfc
-from dpkfc.data.sources import NAMED
-from dpkfc.experiments import sensitivity as experiment
-from dpkfc.experiments import sensitivity_findings as findings
-from dpkfc.experiments import sensitivity_plots as plots
-from dpkfc.experiments.order import Order
-from dpkfc.experiments.sensitivity import Place, Protocol, loaders
-from dpkfc.experiments.sensitivity_findings import (
+from experiments.options import ReproduceOptions
+from experiments.sensitivity import Place, Protocol, loaders
+from experiments.sensitivity_findings import (
     METHODS,
     SPACE,
     Array,
@@ -38,10 +29,19 @@ from dpkfc.experiments.sensitivity_findings import (
     ridge,
     smooth,
 )
-from dpkfc.experiments.sensitivity_plots import surface
-from dpkfc.experiments.sensitivity_report import claims_table, table7
-from dpkfc.experiments.setting import Load, Result, Setting, train
-from dpkfc.experiments.study import read
+from experiments.sensitivity_plots import surface
+from experiments.sensitivity_report import claims_table, table7
+from experiments.setting import Load, Result, Setting, train
+from experiments.study import read
+from rich.console import Console
+from scipy.stats import ttest_ind
+from torch.utils.data import TensorDataset
+
+import dpkfc
+from dpkfc.app.readers.sources import NAMED
+from experiments import sensitivity as experiment
+from experiments import sensitivity_findings as findings
+from experiments import sensitivity_plots as plots
 
 SMALL = Protocol(trials=10, records=60, validation=20, epochs=0.1, batch_size=8, probe_batch=4, epsilon=3.0)
 Truth = Callable[[dict[str, Any]], Any]
@@ -284,7 +284,7 @@ def test_a_trial_is_what_the_paper_calls_it() -> None:
 
 @pytest.mark.usefixtures("data")
 def test_a_real_trial_needs_no_test_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpkfc.plan._calibrated", lambda *run: 2.0)
+    monkeypatch.setattr("dpkfc.planning.plan._calibrated", lambda *run: 2.0)
     without, with_test = loaders(SMALL, None)
     assert len(without("mnist", "unit")[1]) == 0 and len(with_test("mnist", "unit")[1]) == 30
     params = {"lr": 0.1, "clip": 2.0, "damping": 3e-3, "alpha": 0.8, "steps": 2}
@@ -327,7 +327,7 @@ def test_from_end_to_end_and_again(
     ]
     text = (out / "table7.md").read_text()
     assert text in capsys.readouterr().out
-    command = "python -m dpkfc.experiments.sensitivity --trials 15 --records 60 --validation 20 --epochs 5"
+    command = "python -m experiments.sensitivity --trials 15 --records 60 --validation 20 --epochs 5"
     assert f"    {command} --probe-batch 256 --data-dir DATA --out FOLDER\n" in text
     assert "15 trials" in text and "| mnist |" in text and "](fig10-mnist.png)" in text and "fashion" not in text
     monkeypatch.setattr(experiment, "find_spec", lambda name: name == "optuna" or None)
@@ -394,7 +394,7 @@ def test_quick_leaves_the_real_results_alone(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(experiment, "QUICK", replace(experiment.QUICK, records=60, validation=20))
     monkeypatch.setattr(experiment, "find_spec", lambda name: None if name == "matplotlib" else True)
     console = Console(record=True)
-    experiment.run(Order(tmp_path, console, True, None))
+    experiment.run(ReproduceOptions(tmp_path, console, True, None))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["quick-results.jsonl", "quick-table7.md"]
     text = (tmp_path / "quick-table7.md").read_text()
     assert "**Quick:**" in text and "    dpkfc reproduce table7 --data-dir DATA --quick\n" in text
@@ -407,10 +407,10 @@ def test_wrong_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(SystemExit, match="validation=5000: must be part of the 100 records"):
         experiment.main(["--out", str(tmp_path), "--records", "100"])
     with pytest.raises(dpkfc.PrivacyError, match="mnist"):
-        experiment.run(Order(tmp_path, Console(), True, tmp_path / "nothing here"))
+        experiment.run(ReproduceOptions(tmp_path, Console(), True, tmp_path / "nothing here"))
     monkeypatch.setattr(experiment, "find_spec", lambda name: None)
     with pytest.raises(dpkfc.PrivacyError, match="pip install 'dpkfc\\[tune\\]'"):
-        experiment.run(Order(tmp_path, Console(), True, None))
+        experiment.run(ReproduceOptions(tmp_path, Console(), True, None))
 
 
 @pytest.mark.usefixtures("data")

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from experiments.setting import Setting, fitted, split, train
 from torch.utils.data import TensorDataset
 
-from dpkfc.experiments import geometry
-from dpkfc.experiments import setting as experiment
-from dpkfc.experiments.setting import Setting, fitted, split, train
+from experiments import geometry
+from experiments import setting as experiment
 
 TINY: dict[str, Any] = {"batch_size": 8, "epochs": 0.1, "epsilon": 3.0, "validation": 20}  # one step on 60 records
 SETTING = Setting("mnist", "dp-sgd", 0.1, **TINY)
@@ -45,7 +45,7 @@ def test_the_average_follows_the_iterates(load: experiment.Load, monkeypatch: py
         return 0.0
 
     monkeypatch.setattr(experiment, "accuracy", remember)
-    monkeypatch.setattr("dpkfc.plan._calibrated", lambda *run: 1.0)  # the same noise for one step and for two
+    monkeypatch.setattr("dpkfc.planning.plan._calibrated", lambda *run: 1.0)  # the same noise for one step and for two
     for epochs in (0.1, 0.2):
         train(replace(SETTING, epochs=epochs, ema=1 - 1e-9), load)
     first, mean_of_one, second, mean_of_two = weights

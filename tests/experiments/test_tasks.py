@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from experiments.options import ReproduceOptions
+from experiments.setting import Load, Result, Setting
+from experiments.study import tries
+from experiments.tasks import SEEDS, TABLE5, TASKS, adopt, name, without_privacy
+from experiments.tasks_report import Panel, Point, panel_markdown, plot_panels
 from rich.console import Console
 from torch.utils.data import TensorDataset
 
 from dpkfc.errors import PrivacyError
-from dpkfc.experiments import optimizers, study, tasks
-from dpkfc.experiments.order import Order
-from dpkfc.experiments.setting import Load, Result, Setting
-from dpkfc.experiments.study import tries
-from dpkfc.experiments.tasks import SEEDS, TABLE5, TASKS, adopt, name, without_privacy
-from dpkfc.experiments.tasks_report import Panel, Point, panel_markdown, plot_panels
+from experiments import optimizers, study, tasks
 
 
 def row(setting: Setting, accuracy: float) -> study.Row:
@@ -154,7 +154,7 @@ def test_the_command_runs_resumes_and_reports(
 
 
 def test_a_quick_run_is_short(tmp_path: Path, trained: list[Setting]) -> None:
-    tasks.run(Order(tmp_path, Console(), True, tmp_path))
+    tasks.run(ReproduceOptions(tmp_path, Console(), True, tmp_path))
     assert {(s.epochs, s.epsilon) for s in trained} == {(0.1, 1.0)}
     assert len(trained) == 2 * sum(len(task.arms) for task in TASKS.values())
     assert (tmp_path / "quick.jsonl").exists() and not (tmp_path / "reference.json").exists()
@@ -166,7 +166,7 @@ def test_wrong_use_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit, match=r"imdb\.csv is missing|sst-2\.csv is missing"):
         tasks.main(["--out", str(tmp_path / "out"), "--data-dir", str(tmp_path), "--task", "imdb"])
     with pytest.raises(PrivacyError, match="is missing"):
-        tasks.run(Order(tmp_path / "out", Console(), False, tmp_path))
+        tasks.run(ReproduceOptions(tmp_path / "out", Console(), False, tmp_path))
     with pytest.raises(SystemExit):
         tasks.main(["--out", str(tmp_path), "--task", "svhn"])
     assert "'svhn' is not known" in capsys.readouterr().err

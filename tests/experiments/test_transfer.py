@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from experiments.falsify import Difference
+from experiments.options import ReproduceOptions
+from experiments.setting import Load, Result, Setting
+from experiments.study import Follow, Row, finals, reproduce, tries
+from experiments.transfer import ORACLE, PUBLIC, STUDY, SYNTHETIC, order, report
 from rich.console import Console
 
 import dpkfc
-from dpkfc.experiments import study as experiment
-from dpkfc.experiments.falsify import Difference
-from dpkfc.experiments.order import Order
-from dpkfc.experiments.setting import Load, Result, Setting
-from dpkfc.experiments.study import Follow, Row, finals, reproduce, tries
-from dpkfc.experiments.transfer import ORACLE, PUBLIC, STUDY, SYNTHETIC, order, report
+from experiments import study as experiment
 
 TASK = "pneumonia <- mnist"
 
@@ -108,7 +108,7 @@ def test_the_report_says_what_was_run(tmp_path: Path, synthetic: float, told: st
 
 def test_a_task_without_its_data_is_skipped(folder: Path, trained: list[Setting]) -> None:
     said = StringIO()
-    reproduce(STUDY, Order(folder / "out", Console(file=said, width=200), False, folder))
+    reproduce(STUDY, ReproduceOptions(folder / "out", Console(file=said, width=200), False, folder))
     assert {setting.dataset for setting in trained} == {"pneumoniamnist"}
     assert len(trained) == 6 * (3 + 5), "five seeds, since it is small"
     assert "path <- mnist is skipped" in said.getvalue() and "pathmnist.npz is missing" in said.getvalue()
@@ -117,13 +117,13 @@ def test_a_task_without_its_data_is_skipped(folder: Path, trained: list[Setting]
 
 
 def test_a_quick_run_has_one_seed(folder: Path, trained: list[Setting]) -> None:
-    reproduce(STUDY, Order(folder / "out", Console(quiet=True), True, folder))
+    reproduce(STUDY, ReproduceOptions(folder / "out", Console(quiet=True), True, folder))
     assert len(trained) == 6 * 2 and {setting.epochs for setting in trained} == {0.1}
 
 
 def test_if_all_data_is_missing_that_is_an_error(tmp_path: Path, trained: list[Setting]) -> None:
     with pytest.raises(dpkfc.PrivacyError, match="fashion-mnist"):
-        reproduce(STUDY, Order(tmp_path / "out", Console(quiet=True), False, tmp_path))
+        reproduce(STUDY, ReproduceOptions(tmp_path / "out", Console(quiet=True), False, tmp_path))
 
 
 def test_a_task_that_follows_one_without_data_is_skipped_too(folder: Path, trained: list[Setting]) -> None:
@@ -131,5 +131,5 @@ def test_a_task_that_follows_one_without_data_is_skipped_too(folder: Path, train
     follows = {"follower": Follow("path <- mnist", lambda arm: 1.0)}
     said = StringIO()
     study = replace(STUDY, tasks=tasks, follows=follows, report=None)
-    reproduce(study, Order(folder / "out", Console(file=said, width=200), False, folder))
+    reproduce(study, ReproduceOptions(folder / "out", Console(file=said, width=200), False, folder))
     assert "follower is skipped" in said.getvalue() and len(trained) == 6 * (3 + 5)

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpkfc.geometry.diagonal import Scaled
+from dpkfc.geometry.diagonal import DiagonalMap
 from dpkfc.geometry.factors import Full, Root
 from dpkfc.geometry.kfc import KFC
-from dpkfc.geometry.kronecker import Kronecker
-from dpkfc.geometry.probes.probe import Probes
+from dpkfc.geometry.kronecker import KroneckerMap
+from dpkfc.probes.probe import Probes
 
 
 class Fixed:
@@ -49,17 +49,17 @@ def mapped(geometry: KFC, model: nn.Module, grads: list[dict[str, Tensor]]) -> l
     out = [{name: g.double().clone() for name, g in one.items()} for one in grads]
     for names, rule in geometry._maps.items():
         for one in out:
-            if isinstance(rule, Scaled):
+            if isinstance(rule, DiagonalMap):
                 for k, name in enumerate(names):
                     scale = rule.scale if isinstance(rule.scale, float) else rule.scale[k].double().view(shapes[name])
                     one[name] = one[name] * scale
             else:
-                assert isinstance(rule, Kronecker)
+                assert isinstance(rule, KroneckerMap)
                 one.update(zip(names, _kronecker(rule, [one[name] for name in names]), strict=True))
     return out
 
 
-def _kronecker(rule: Kronecker, grads: list[Tensor]) -> list[Tensor]:
+def _kronecker(rule: KroneckerMap, grads: list[Tensor]) -> list[Tensor]:
     weight, *bias = grads
     matrix = weight.T if rule.transposed else weight.reshape(weight.shape[0], -1)
     if bias:

@@ -11,10 +11,10 @@ from naive import Fixed, written_out
 from torch import Tensor, nn
 
 import dpkfc
-from dpkfc.capture.tape import Tape
-from dpkfc.capture.units import partition
 from dpkfc.geometry.factors import Full, LowRank, Moment
-from dpkfc.geometry.probes.probe import Probes
+from dpkfc.per_sample.capture import GradientCapture
+from dpkfc.per_sample.registry import partition
+from dpkfc.probes.probe import Probes
 
 
 def moment_of(rows: Tensor, piece: int = 1000) -> Moment:
@@ -172,9 +172,9 @@ def test_factors_equal_curvlinops(network: str, approx: str) -> None:
     )
     oracle.compute_kronecker_factors()
     geometry = dpkfc.KFC(Fixed(x, y), factors="AG", approx=approx, rank=None, chunk=5)
-    tape = Tape(model, partition(model))
-    geometry.refresh(model, tape, 0)
-    tape.remove()
+    capture = GradientCapture(model, partition(model))
+    geometry.refresh(model, capture, 0)
+    capture.remove()
     layers = [names for names in geometry._spectra]
     assert len(layers) == len(oracle._input_covariances)
     for names in layers:
@@ -209,9 +209,9 @@ def test_whitened_probe_gradients_have_covariance_close_to_the_identity() -> Non
     geometry = dpkfc.KFC(
         Fixed(x), factors="AG", damping=damping, stability=0.0, rank=None, loss=independent_delta, chunk=many
     )
-    tape = Tape(model, partition(model))
-    geometry.refresh(model, tape, 0)
-    tape.remove()
+    capture = GradientCapture(model, partition(model))
+    geometry.refresh(model, capture, 0)
+    capture.remove()
     ((names, rule),) = geometry._maps.items()
     u_a, u_g = written_out(rule.right_root, 1, inputs + 1)[0], written_out(rule.left_root, 1, outputs)[0]
     for spectrum, u in zip(geometry._spectra[names], (u_a, u_g), strict=True):

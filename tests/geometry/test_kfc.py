@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dpkfc
-from dpkfc import models
-from dpkfc.capture.tape import Tape
-from dpkfc.capture.units import partition
-from dpkfc.geometry.diagonal import Scaled
+from dpkfc.app import models
+from dpkfc.geometry.diagonal import DiagonalMap
 from dpkfc.geometry.factors import Full, LowRank
-from dpkfc.geometry.kronecker import Kronecker
+from dpkfc.geometry.kronecker import KroneckerMap
+from dpkfc.per_sample.capture import GradientCapture
+from dpkfc.per_sample.registry import partition
 from oracle import private_sum, reference_grads, reference_norms, reference_sum
 
 
 def build(model: nn.Module, geometry: Any) -> Any:
     """Refresh a geometry by hand."""
-    tape = Tape(model, partition(model))
-    geometry.prepare(model, tape)
-    geometry.refresh(model, tape, 0)
-    tape.remove()
+    capture = GradientCapture(model, partition(model))
+    geometry.prepare(model, capture)
+    geometry.refresh(model, capture, 0)
+    capture.remove()
     return geometry
 
 
@@ -55,10 +55,10 @@ def mlp() -> nn.Sequential:
 
 @pytest.mark.parametrize("kind", [dpkfc.KFC, dpkfc.Diagonal])
 def test_the_maps_are_frozen_between_refreshes(kind: Any) -> None:
-    geometry = kind(dpkfc.Tabular(6), every=3)
+    geometry = kind(dpkfc.probes.Tabular(6), every=3)
     steps = []
     refresh = geometry.refresh
-    geometry.refresh = lambda model, tape, step: (steps.append(step), refresh(model, tape, step))
+    geometry.refresh = lambda model, capture, step: (steps.append(step), refresh(model, capture, step))
     train(mlp(), geometry, steps=8)
     assert steps == [0, 3, 6]
 
@@ -66,11 +66,11 @@ def test_the_maps_are_frozen_between_refreshes(kind: Any) -> None:
 def test_a_map_after_the_noise_is_applied_to_the_noisy_gradient() -> None:
     """Both runs draw the same noise; the second maps what the first releases."""
     options = {"every": 1, "damping": 0.1, "rank": None}
-    plain = train(mlp(), dpkfc.KFC(dpkfc.Tabular(6, std=2.0), **options), steps=1, noise=1.0)[0]
-    geometry = dpkfc.KFC(dpkfc.Tabular(6, std=2.0), post=0.5, **options)
+    plain = train(mlp(), dpkfc.KFC(dpkfc.probes.Tabular(6, std=2.0), **options), steps=1, noise=1.0)[0]
+    geometry = dpkfc.KFC(dpkfc.probes.Tabular(6, std=2.0), post=0.5, **options)
     (after,) = train(mlp(), geometry, steps=1, noise=1.0)
     for names, rule in geometry.after_noise().items():
-        assert isinstance(rule, Kronecker) and rule.left_root is None
+        assert isinstance(rule, KroneckerMap) and rule.left_root is None
         joined = torch.cat([plain[names[0]], plain[names[1]][:, None]], 1).double()
         want = joined @ written_out(rule.right_root, 1, joined.shape[1])[0]
         torch.testing.assert_close(after[names[0]].double(), want[:, :-1], rtol=1e-4, atol=1e-5)
@@ -89,9 +89,9 @@ def test_other_parameters_are_as_large_as_the_mapped_layers() -> None:
         for names, rule in geometry._maps.items():
             squares = [sum(g.square().sum() for g in rule.apply([one[name] for name in names])) for one in grads]
             means[names] = float(torch.stack(squares).mean()), sum(grads[0][name].numel() for name in names)
-        mapped = [means[names] for names, rule in geometry._maps.items() if isinstance(rule, Kronecker)]
+        mapped = [means[names] for names, rule in geometry._maps.items() if isinstance(rule, KroneckerMap)]
         target = sum(m for m, _ in mapped) / sum(n for _, n in mapped)
-        others = [means[names] for names, rule in geometry._maps.items() if isinstance(rule, Scaled)]
+        others = [means[names] for names, rule in geometry._maps.items() if isinstance(rule, DiagonalMap)]
         assert len(others) == 2
         for mean, entries in others:
             assert mean / entries == pytest.approx(target, rel=1e-3)
@@ -129,7 +129,7 @@ def test_hybrids_take_each_factor_from_its_own_source() -> None:
     torch.manual_seed(0)
     model = nn.Linear(5, 3)
     one, other = torch.randn(40, 5), torch.randn(40, 5) * 7
-    hybrid = build(model, dpkfc.KFC(dpkfc.Hybrid(A=Fixed(one), G=Fixed(other)), factors="AG", rank=None))
+    hybrid = build(model, dpkfc.KFC(dpkfc.probes.Hybrid(A=Fixed(one), G=Fixed(other)), factors="AG", rank=None))
     only_a = build(model, dpkfc.KFC(Fixed(one), factors="AG", rank=None))
     (mixed,), (alone,) = hybrid._spectra.values(), only_a._spectra.values()
     torch.testing.assert_close(mixed[0].values, alone[0].values)
@@ -138,11 +138,11 @@ def test_hybrids_take_each_factor_from_its_own_source() -> None:
 
 def test_the_representation_follows_the_rank() -> None:
     model = nn.Sequential(nn.Linear(300, 40), nn.Linear(40, 3))
-    geometry = build(model, dpkfc.KFC(dpkfc.Tabular(300), probes=64, rank=None))
+    geometry = build(model, dpkfc.KFC(dpkfc.probes.Tabular(300), probes=64, rank=None))
     wide, narrow = (rule.right_root for rule in geometry._maps.values())
     assert isinstance(wide, LowRank) and wide.rank == 64, "64 vectors span 64 directions: exact at that rank"
     assert isinstance(narrow, Full)
-    cut = build(model, dpkfc.KFC(dpkfc.Tabular(300), probes=1000, rank=10))
+    cut = build(model, dpkfc.KFC(dpkfc.probes.Tabular(300), probes=1000, rank=10))
     assert {rule.right_root.rank for rule in cut._maps.values()} == {10}
 
 
@@ -168,7 +168,7 @@ def test_a_layer_that_the_model_does_not_use_is_left_as_it_is() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.used(x)
 
-    geometry = dpkfc.KFC(dpkfc.Tabular(6))
+    geometry = dpkfc.KFC(dpkfc.probes.Tabular(6))
     grads = train(Partly(), geometry, steps=2, noise=1.0)
     assert set(geometry._maps) == {("used.weight", "used.bias")}
     assert all(g["unused.weight"].abs().sum() > 0 for g in grads), "it still gets its noise"
@@ -177,7 +177,7 @@ def test_a_layer_that_the_model_does_not_use_is_left_as_it_is() -> None:
 def test_layers_that_are_frozen_or_unfrozen_later_are_followed() -> None:
     model = mlp()
     model[0].bias.requires_grad_(False)
-    geometry = build(model, dpkfc.KFC(dpkfc.Tabular(6)))
+    geometry = build(model, dpkfc.KFC(dpkfc.probes.Tabular(6)))
     assert ("0.weight",) in geometry._maps and ("2.weight", "2.bias") in geometry._maps
     model[0].bias.requires_grad_(True)
     assert ("0.weight", "0.bias") in build(model, geometry)._maps
@@ -188,7 +188,7 @@ def test_layers_that_are_frozen_or_unfrozen_later_are_followed() -> None:
 )
 def test_any_loss(loss: Any, outputs: int) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, outputs))
-    geometry = build(model, dpkfc.KFC(dpkfc.Tabular(6), factors="AG", damping=0.1, loss=loss))
+    geometry = build(model, dpkfc.KFC(dpkfc.probes.Tabular(6), factors="AG", damping=0.1, loss=loss))
     assert all(rule.left_root is not None for rule in geometry._maps.values())
 
 
@@ -197,7 +197,7 @@ def test_weights_that_have_diverged_are_named() -> None:
     with torch.no_grad():
         model[0].weight.fill_(float("nan"))
     with pytest.raises(dpkfc.PrivacyError, match=r"2.weight.*diverged|diverged.*"):
-        build(model, dpkfc.KFC(dpkfc.Tabular(6)))
+        build(model, dpkfc.KFC(dpkfc.probes.Tabular(6)))
 
 
 @pytest.mark.parametrize(
@@ -230,9 +230,9 @@ def test_a_probe_of_the_wrong_shape_is_refused_before_anything_is_spent() -> Non
     settings = {"noise_multiplier": 1.0, "delta": 1e-3, "steps": 2, "batch_size": 10}
     settings["loss"] = dpkfc.losses.cross_entropy
     with pytest.raises(dpkfc.PrivacyError, match=r"probe.*\[.*5\]"):
-        dpkfc.make_private(model, optimizer, data, geometry=dpkfc.KFC(dpkfc.Tabular(5)), **settings)
+        dpkfc.make_private(model, optimizer, data, geometry=dpkfc.KFC(dpkfc.probes.Tabular(5)), **settings)
     with pytest.raises(dpkfc.PrivacyError, match="classes"):
-        dpkfc.make_private(model, optimizer, data, geometry=dpkfc.KFC(dpkfc.Tabular(6, classes=4)), **settings)
+        dpkfc.make_private(model, optimizer, data, geometry=dpkfc.KFC(dpkfc.probes.Tabular(6, classes=4)), **settings)
     nothing_left = train(model, dpkfc.Identity(), steps=1)
     assert nothing_left, "the refused attempts left no hook behind"
 
@@ -242,6 +242,6 @@ def test_kfc_with_nothing_named_works_for_a_model_that_declares_its_inputs(build
     torch.manual_seed(0)
     model = build_model()
     geometry = build(model, dpkfc.KFC(probes=4))
-    assert isinstance(geometry.probe, dpkfc.PinkNoise) and geometry.probe.shape == model.input_shape
+    assert isinstance(geometry.probe, dpkfc.probes.PinkNoise) and geometry.probe.shape == model.input_shape
     covered = {name for names in geometry._maps for name in names}
     assert covered == {name for name, _ in model.named_parameters()}

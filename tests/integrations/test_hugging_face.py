@@ -103,7 +103,7 @@ def predict_tokens(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Masked token loss, averaged within each record first."""
     inputs = {k: v for k, v in batch.items() if k != "target"}
     losses = F.cross_entropy(model(**inputs).logits.transpose(1, 2), batch["target"], reduction="none")
-    return dpkfc.mean_over_records(losses, batch["attention_mask"])
+    return dpkfc.losses.mean_over_records(losses, batch["attention_mask"])
 
 
 CASES = {

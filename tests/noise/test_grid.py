@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpkfc.noise.grid import FRACTION, MOST_STEPS, round_to_grid_, spacing
-from dpkfc.noise.rng import add_normal_, first_key
+from dpkfc.random import add_normal_, first_key
 
 
 @given(noise=st.floats(1e-12, 1e12), steps=st.integers(1, 10**7))

@@ -12,10 +12,10 @@ from jax.extend import backend
 from jax_privacy.matrix_factorization import banded, buffered_toeplitz, sensitivity, streaming_matrix, toeplitz
 
 from dpkfc.noise.factorization import BandedMatrix, Buffered, Factorization, InverseToeplitz, Toeplitz
-from dpkfc.noise.rng import add_normal_, first_key
 from dpkfc.noise.sensitivity import Participation, heaviest_pattern, of_columns, of_gram, of_toeplitz
 from dpkfc.noise.toeplitz import BandedSquareRoot, BandedToeplitz, BufferedToeplitz, InverseSquareRoot
 from dpkfc.noise.workload import Workload
+from dpkfc.random import add_normal_, first_key
 
 N = 60
 jax.config.update("jax_platforms", "cpu")

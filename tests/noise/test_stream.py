@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.factorization import IDENTITY, BandedMatrix, Buffered, Factorization, InverseToeplitz, Toeplitz
-from dpkfc.noise.rng import LANE, add_normal_, first_key
 from dpkfc.noise.stream import Regenerated, Ring, Stream
+from dpkfc.random import LANE, add_normal_, first_key
 
 N = 12
 SHAPES: dict[str, list[tuple[int, ...]]] = {

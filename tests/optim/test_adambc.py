@@ -71,7 +71,7 @@ def test_on_noise_alone_the_corrected_second_moment_is_unbiased_with_the_stated_
     assert float(corrected.std()) == pytest.approx(noise * deviation(beta, steps), rel=0.02)
 
 
-def private(optimizer: Any = None, **settings: Any) -> tuple[nn.Module, Any, dpkfc.Private]:
+def private(optimizer: Any = None, **settings: Any) -> tuple[nn.Module, Any, dpkfc.PrivateRun]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     made = DPAdamBC(model.parameters(), lr=0.05) if optimizer is None else optimizer(model)
@@ -80,7 +80,7 @@ def private(optimizer: Any = None, **settings: Any) -> tuple[nn.Module, Any, dpk
     return model, made, dpkfc.make_private(model, made, data, loss=dpkfc.losses.cross_entropy, **settings)
 
 
-def go(model: nn.Module, optimizer: Any, run: dpkfc.Private, steps: int = 12) -> None:
+def go(model: nn.Module, optimizer: Any, run: dpkfc.PrivateRun, steps: int = 12) -> None:
     for x, y in run.loader.take(steps):
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -89,7 +89,6 @@ def go(model: nn.Module, optimizer: Any, run: dpkfc.Private, steps: int = 12) ->
 
 def test_the_variance_is_that_of_the_noise_in_the_gradient() -> None:
     """Measured on a parameter that the data do not reach."""
-
 
     def at_zero(model: Any) -> DPAdamBC:
         for p in (*model[0].parameters(), model[2].weight):
@@ -116,8 +115,8 @@ def test_groups_keep_a_variance_that_was_given() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"noise": dpkfc.BandedToeplitz(2)},
-        {"geometry": dpkfc.KFC(probe=dpkfc.Tabular(features=4, classes=2), post=0.5)},
+        {"noise": dpkfc.noise.BandedToeplitz(2)},
+        {"geometry": dpkfc.KFC(probe=dpkfc.probes.Tabular(features=4, classes=2), post=0.5)},
     ],
     ids=["correlated", "post"],
 )

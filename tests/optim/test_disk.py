@@ -86,7 +86,9 @@ def test_the_filter_lowers_the_error_on_a_drifting_quadratic(kappa: float, gamma
     assert filtered < 0.35 * raw
 
 
-def run_with(maker: Any, kappa: float, gamma: float | None, **settings: Any) -> tuple[nn.Module, DiSK, dpkfc.Private]:
+def run_with(
+    maker: Any, kappa: float, gamma: float | None, **settings: Any
+) -> tuple[nn.Module, DiSK, dpkfc.PrivateRun]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2))
     disk = DiSK(maker(model.parameters()), kappa, gamma)
@@ -95,7 +97,7 @@ def run_with(maker: Any, kappa: float, gamma: float | None, **settings: Any) -> 
     return model, disk, dpkfc.make_private(model, disk, data, **{"loss": dpkfc.losses.cross_entropy, **settings})
 
 
-def go(model: nn.Module, disk: DiSK, run: dpkfc.Private, steps: int = 10) -> None:
+def go(model: nn.Module, disk: DiSK, run: dpkfc.PrivateRun, steps: int = 10) -> None:
     for x, y in run.loader.take(steps):
         disk.backward(lambda x=x, y=y: F.cross_entropy(model(x), y))
         disk.step()
@@ -103,7 +105,7 @@ def go(model: nn.Module, disk: DiSK, run: dpkfc.Private, steps: int = 10) -> Non
 
 
 @pytest.mark.parametrize("chunk", [None, 3])
-@pytest.mark.parametrize("geometry", [None, dpkfc.KFC(probe=dpkfc.PinkNoise(shape=(1, 6), classes=2), every=2)])
+@pytest.mark.parametrize("geometry", [None, dpkfc.KFC(probe=dpkfc.probes.PinkNoise(shape=(1, 6), classes=2), every=2)])
 def test_two_gradients_are_combined_record_by_record_before_the_clip(geometry: Any, chunk: int | None) -> None:
     """Against one autograd pass a record at either point, without noise. The map is read off the run."""
     kappa, gamma, clip = 0.6, 0.5, 0.05

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import dpkfc
 from dpkfc.losses import cross_entropy
-from dpkfc.noise.rng import first_key
+from dpkfc.random import first_key
 
 N, CLIP, CLASSES = 24, 0.5, 3
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -49,20 +49,20 @@ def network(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def begin(
     model: nn.Module, data: Any, loss: Loss | str = cross_entropy, optimizer: Any = None, **changed: Any
-) -> dpkfc.Private:
+) -> dpkfc.PrivateRun:
     """Every record at every step, so that neighbouring data sets differ by nothing but the record."""
     run: dict[str, Any] = {"noise_multiplier": 1.0, "delta": 1e-3, "steps": 4, "batch_size": N, "clip": CLIP}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer
     return dpkfc.make_private(model, optimizer, data, **{**run, "records": N, "loss": loss, **changed})
 
 
-def step(private: dpkfc.Private, batch: Any, loss: Loss) -> None:
+def step(private: dpkfc.PrivateRun, batch: Any, loss: Loss) -> None:
     loss(private.model, batch).backward()
     private.optimizer.step()
     private.optimizer.zero_grad()
 
 
-def train(private: dpkfc.Private, loss: Loss = cross_entropy, steps: int | None = None) -> dpkfc.Private:
+def train(private: dpkfc.PrivateRun, loss: Loss = cross_entropy, steps: int | None = None) -> dpkfc.PrivateRun:
     for batch in private.loader.take(private.plan.steps if steps is None else steps):
         step(private, batch, loss)
     return private
@@ -71,7 +71,7 @@ def train(private: dpkfc.Private, loss: Loss = cross_entropy, steps: int | None 
 class Sums:
     """Takes the place of the noise and keeps the sums that it would have been added to."""
 
-    def __init__(self, private: dpkfc.Private) -> None:
+    def __init__(self, private: dpkfc.PrivateRun) -> None:
         self.steps: list[Tensor] = []
         self.batch_size = private.plan.batch_size
         private._noise = self  # type: ignore[assignment]
@@ -80,7 +80,7 @@ class Sums:
         self.steps.append(torch.cat([x.flatten().double() for x in sums]) * self.batch_size)
 
 
-def sensitivity(loop: Callable[[dpkfc.Private], Any], **settings: Any) -> float:
+def sensitivity(loop: Callable[[dpkfc.PrivateRun], Any], **settings: Any) -> float:
     """How far apart the first sums of two neighbouring data sets are, in units of the clip."""
     sums = []
     for count in (N, N - 1):
@@ -92,7 +92,7 @@ def sensitivity(loop: Callable[[dpkfc.Private], Any], **settings: Any) -> float:
     return float((sums[0] - sums[1]).norm()) / settings.get("clip", CLIP)
 
 
-def plain_loop(loss: Loss = cross_entropy) -> Callable[[dpkfc.Private], Any]:
+def plain_loop(loss: Loss = cross_entropy) -> Callable[[dpkfc.PrivateRun], Any]:
     return lambda private: train(private, loss, 1)
 
 
@@ -149,7 +149,11 @@ class TestLosses:
 
     def test_unchecked_it_is_silently_wrong_and_the_plan_says_that_nobody_looked(self, name: str) -> None:
         """The control: what the two refusals above prevent."""
-        settings: dict[str, Any] = {"loss": "unchecked", "check": False, "clip": 100.0 if name == "sum" else CLIP}
+        settings: dict[str, Any] = {
+            "loss": "unchecked",
+            "options": dpkfc.Options(check=False),
+            "clip": 100.0 if name == "sum" else CLIP,
+        }
         assert sensitivity(plain_loop(MIXING[name]), **settings) > (1.005 if name in ("sum", "InfoNCE") else 1.2)
         said = str(begin(network(), records(), **settings).plan)
         assert "not checked: loss" in said and "not checked: model" in said
@@ -162,7 +166,7 @@ def test_without_a_loss_nothing_begins() -> None:
         begin(network(), records(), loss="cross_entropy")
 
 
-def hand_split(private: dpkfc.Private, scale: float = 1.0) -> None:
+def hand_split(private: dpkfc.PrivateRun, scale: float = 1.0) -> None:
     """A loop that takes the gradients of a batch in parts of its own."""
     for x, y in private.loader.take(1):
         for part in (slice(0, 7), slice(7, 20), slice(20, None)):
@@ -175,12 +179,12 @@ def with_autocast(model: nn.Module, batch: Any) -> Tensor:
         return cross_entropy(model, batch)
 
 
-def under_autocast(private: dpkfc.Private) -> None:
+def under_autocast(private: dpkfc.PrivateRun) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         train(private, steps=1)
 
 
-def evaluating(private: dpkfc.Private) -> None:
+def evaluating(private: dpkfc.PrivateRun) -> None:
     """Forward passes of its own, with and without gradients, random numbers of its own, and a change of mode."""
     for x, y in private.loader.take(1):
         torch.rand(3)
@@ -197,7 +201,7 @@ def evaluating(private: dpkfc.Private) -> None:
         private.optimizer.step()
 
 
-HARMLESS: dict[str, Callable[[dpkfc.Private], Any]] = {
+HARMLESS: dict[str, Callable[[dpkfc.PrivateRun], Any]] = {
     "plain": plain_loop(),
     "split by hand": hand_split,
     "autocast in the loss": plain_loop(with_autocast),
@@ -260,9 +264,9 @@ def test_a_resumed_run_is_compared_again(tmp_path: Path) -> None:
 def test_a_loop_that_changes_its_loss_later_is_found_at_secretly_chosen_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = {dpkfc.run._secret_steps(1000) == dpkfc.run._secret_steps(1000) for _ in range(3)}
+    found = {dpkfc.engine.run._secret_steps(1000) == dpkfc.engine.run._secret_steps(1000) for _ in range(3)}
     assert found == {False}, "nobody can foresee them"
-    monkeypatch.setattr(dpkfc.run, "_secret_steps", lambda steps: {5})
+    monkeypatch.setattr(dpkfc.engine.run, "_secret_steps", lambda steps: {5})
     private = begin(network(), records(), steps=8)
     train(private, steps=4)
     with pytest.raises(dpkfc.PrivacyError, match="does not compute the loss that was declared"):
@@ -277,7 +281,7 @@ def test_a_model_that_begins_to_mix_records_later_is_found_too(monkeypatch: pyte
         def forward(self, x: Tensor) -> Tensor:
             return x - x.mean(0) if self.mixes else x
 
-    monkeypatch.setattr(dpkfc.run, "_secret_steps", lambda steps: {2})
+    monkeypatch.setattr(dpkfc.engine.run, "_secret_steps", lambda steps: {2})
     for loss in (cross_entropy, "unchecked"):
         model = nn.Sequential(Later(), network())
         private = train(begin(model, records(), loss), steps=2)
@@ -387,13 +391,13 @@ def test_a_fused_optimizer_with_a_scaler_is_refused() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     with pytest.raises(ValueError, match="fused=False"):
-        begin(model, records(), optimizer=optimizer, grad_scaler=torch.amp.GradScaler("cpu"))
+        begin(model, records(), optimizer=optimizer, options=dpkfc.Options(grad_scaler=torch.amp.GradScaler("cpu")))
 
 
 # -- noise is never used twice
 
 
-def released(private: dpkfc.Private, loss: Loss = cross_entropy, steps: int = 1) -> Tensor:
+def released(private: dpkfc.PrivateRun, loss: Loss = cross_entropy, steps: int = 1) -> Tensor:
     found = []
     for batch in private.loader.take(steps):
         loss(private.model, batch).backward()
@@ -403,20 +407,20 @@ def released(private: dpkfc.Private, loss: Loss = cross_entropy, steps: int = 1)
     return torch.stack(found)
 
 
-def same_noise(one: Tensor, other: Tensor, private: dpkfc.Private) -> bool:
+def same_noise(one: Tensor, other: Tensor, private: dpkfc.PrivateRun) -> bool:
     """Two releases of nearly the same sum with different noise are about √2 noise scales apart in every coordinate."""
     scale = private.plan.noise_scale / private.plan.batch_size
     return float((one - other).square().mean().sqrt()) < 0.5 * scale
 
 
-def other_rate(private: dpkfc.Private) -> dpkfc.Private:
+def other_rate(private: dpkfc.PrivateRun) -> dpkfc.PrivateRun:
     """The second branch does something else with the same noise: the difference would be free of it."""
     for group in private.optimizer.param_groups:
         group["lr"] = 0.01
     return private
 
 
-NOISES: dict[str, Any] = {"independent": None, "banded": dpkfc.BandedToeplitz(bands=2)}
+NOISES: dict[str, Any] = {"independent": None, "banded": dpkfc.noise.BandedToeplitz(bands=2)}
 
 
 @pytest.mark.parametrize("seed", [None, 7])
@@ -464,7 +468,7 @@ class TestNoiseIsUsedOnce:
             forget_this_process(monkeypatch)
             runs.append(begin(network(), records(), **settings))
             runs[-1].load(tmp_path / "run")
-            kept = dict(dpkfc.lineage._owner), dict(dpkfc.lineage._steps)
+            kept = dict(dpkfc.engine.lineage._owner), dict(dpkfc.engine.lineage._steps)
             runs[-1].kept = kept  # type: ignore[attr-defined]
         found = []
         for private in runs:
@@ -507,7 +511,7 @@ class TestNoiseIsUsedOnce:
         batches = iter(private.loader)
         step(private, next(batches), cross_entropy)
         private.save(tmp_path / "run")
-        kept = dict(dpkfc.lineage._owner), dict(dpkfc.lineage._steps)
+        kept = dict(dpkfc.engine.lineage._owner), dict(dpkfc.engine.lineage._steps)
         forget_this_process(monkeypatch)
         other = begin(network(), records(), **settings)
         other.load(tmp_path / "run")
@@ -526,7 +530,7 @@ class TestNoiseIsUsedOnce:
         forget_this_process(monkeypatch)
         waiting = begin(network(), records(), **settings)
         waiting.load(tmp_path / "run")
-        kept = dict(dpkfc.lineage._owner), dict(dpkfc.lineage._steps)
+        kept = dict(dpkfc.engine.lineage._owner), dict(dpkfc.engine.lineage._steps)
         forget_this_process(monkeypatch)
         other = begin(network(), records(), **settings)
         other.load(tmp_path / "run")
@@ -623,8 +627,8 @@ def forget_this_process(
     monkeypatch: pytest.MonkeyPatch, owner: dict[str, str] | None = None, steps: dict[str, int] | None = None
 ) -> None:
     """What is known of runs in memory is gone, or is that of another process."""
-    monkeypatch.setattr(dpkfc.lineage, "_owner", owner or {})
-    monkeypatch.setattr(dpkfc.lineage, "_steps", steps or {})
+    monkeypatch.setattr(dpkfc.engine.lineage, "_owner", owner or {})
+    monkeypatch.setattr(dpkfc.engine.lineage, "_steps", steps or {})
 
 
 def in_a_fork(function: Callable[[], Any]) -> Any:
@@ -691,7 +695,7 @@ def test_a_head_that_is_added_later_is_refused_in_the_forward_pass() -> None:
     assert head.param_groups and train(begin_again(private, model)).steps == 4
 
 
-def begin_again(private: dpkfc.Private, model: nn.Module) -> dpkfc.Private:
+def begin_again(private: dpkfc.PrivateRun, model: nn.Module) -> dpkfc.PrivateRun:
     private.detach()
     return begin(model, records(), optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1))
 
@@ -782,7 +786,7 @@ def test_several_ranks_are_refused(when: str, tmp_path: Path) -> None:
     assert all("process group with 2 ranks" in text and "Train in one process" in text for text in said)
 
 
-@pytest.mark.parametrize("geometry", [None, lambda: dpkfc.KFC(dpkfc.Tabular(6, classes=CLASSES), every=2)])
+@pytest.mark.parametrize("geometry", [None, lambda: dpkfc.KFC(dpkfc.probes.Tabular(6, classes=CLASSES), every=2)])
 @pytest.mark.parametrize("noise", NOISES)
 def test_what_is_dropped_is_freed(geometry: Any, noise: str) -> None:
     def use() -> Iterator[weakref.ref[Any]]:
@@ -844,7 +848,7 @@ def only_noise_can_be(values: Tensor, scale: float, grid: float) -> bool:
     return bool(reached.all())
 
 
-def row_of_one_record(present: bool, dtype: torch.dtype, noise: Any, seed: int) -> tuple[Tensor, dpkfc.Private]:
+def row_of_one_record(present: bool, dtype: torch.dtype, noise: Any, seed: int) -> tuple[Tensor, dpkfc.PrivateRun]:
     x = torch.zeros(N, 4, dtype=torch.long)
     x[-1] = 1 if present else 2
     model = Bag().to(dtype)
@@ -873,12 +877,12 @@ def test_no_bit_pattern_proves_that_a_record_was_there(monkeypatch: pytest.Monke
         return shares
 
     assert told(grid=True) == [0.0, 0.0], "every released value can be reached by noise alone"
-    monkeypatch.setattr(dpkfc.run, "round_to_grid_", lambda tensors, grid: None)
+    monkeypatch.setattr(dpkfc.engine.run, "round_to_grid_", lambda tensors, grid: None)
     with_record, without = told(grid=False)
     assert without == 0 and with_record > 0.9, "the control: the attack succeeds without the grid"
 
 
-@pytest.mark.parametrize("noise", [None, dpkfc.BandedToeplitz(bands=2), dpkfc.BufferedToeplitz(1)], ids=str)
+@pytest.mark.parametrize("noise", [None, dpkfc.noise.BandedToeplitz(bands=2), dpkfc.noise.BufferedToeplitz(1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("present", [True, False])
 def test_released_values_are_multiples_of_a_public_number(present: bool, dtype: torch.dtype, noise: Any) -> None:
@@ -897,7 +901,7 @@ def test_released_values_are_multiples_of_a_public_number(present: bool, dtype: 
 def test_every_multiple_near_zero_is_reached_with_and_without_a_record() -> None:
     """Gaps in the reachable set would be seen by who draws often: there are none."""
     from dpkfc.noise.grid import round_to_grid_, spacing
-    from dpkfc.noise.rng import add_normal_
+    from dpkfc.random import add_normal_
 
     grid, draws = spacing(1.0), 400_000
     for shift in (0.0, 0.2345678):
@@ -962,7 +966,7 @@ def test_save_never_removes_what_it_did_not_write(tmp_path: Path) -> None:
     (tmp_path / "run" / "notes.txt").write_text("mine")
     with pytest.raises(dpkfc.PrivacyError, match=r"notes\.txt.*Choose another path"):
         private.save(tmp_path / "run")
-    dpkfc.checkpoint.discard(tmp_path / "run")
+    dpkfc.engine.checkpoint.discard(tmp_path / "run")
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
     (tmp_path / "run.old").mkdir()
     (tmp_path / "run.old" / "mine").write_text("too")
@@ -995,7 +999,7 @@ def test_a_checkpoint_is_validated_before_anything_changes(field: str, value: An
     state = {**trained.state_dict(), field: value}
     document = json.loads((tmp_path / "run" / "state.json").read_text())
     parts = dict(document["state"]["dict"])
-    parts["private"] = dpkfc.checkpoint._pack(state, {}, "")
+    parts["private"] = dpkfc.engine.checkpoint._pack(state, {}, "")
     document["state"]["dict"] = [[name, part] for name, part in parts.items()]
     (tmp_path / "run" / "state.json").write_text(json.dumps(document))
     fresh = begin(network(), records())
@@ -1042,7 +1046,7 @@ def of_each_record(model: nn.Module, batch: Any) -> Tensor:
     """The loss of a causal language model, averaged within each record."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:], reduction="none")
-    return dpkfc.mean_over_records(losses, batch["labels"][:, 1:] != -100)
+    return dpkfc.losses.mean_over_records(losses, batch["labels"][:, 1:] != -100)
 
 
 def gpt2() -> nn.Module:
@@ -1055,7 +1059,7 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
-def trainer_of(private: dpkfc.Private, folder: Path, own_loss: bool, **arguments: Any) -> Any:
+def trainer_of(private: dpkfc.PrivateRun, folder: Path, own_loss: bool, **arguments: Any) -> Any:
     """Hugging Face's Trainer around a private loader: with its own loss, or with the declared one."""
     from transformers import Trainer, TrainingArguments
 
@@ -1129,7 +1133,7 @@ def test_hugging_face_trainer_that_restores_weights_alone_is_refused(tmp_path: P
     ("changed", "what"),
     [
         ({"loss": "unchecked"}, "loss"),
-        ({"check": False}, "model"),
+        ({"options": dpkfc.Options(check=False)}, "model"),
         ({"seed": 1}, "seed"),
         ({}, "ledger"),
         ({"records": None}, "records"),
@@ -1137,7 +1141,7 @@ def test_hugging_face_trainer_that_restores_weights_alone_is_refused(tmp_path: P
 )
 def test_what_was_not_checked_is_said(changed: dict[str, Any], what: str, tmp_path: Path) -> None:
     said = dict(begin(network(), records(), **changed).plan.statement())
-    assert said[f"not checked: {what}"] == dpkfc.plan.NOT_CHECKED[what]  # type: ignore[index]
+    assert said[f"not checked: {what}"] == dpkfc.planning.plan.NOT_CHECKED[what]  # type: ignore[index]
     ledger = dpkfc.Ledger(tmp_path / "ledger.db", dataset="people")
     assert not re.search("not checked", str(begin(network(), records(), ledger=ledger).plan))
 

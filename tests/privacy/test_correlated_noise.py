@@ -19,22 +19,22 @@ from torch.utils.data import TensorDataset
 
 import dpkfc
 from dpkfc.clipping import MARGIN
-from dpkfc.noise.choose import Noise
 from dpkfc.noise.grid import DIAGONAL
-from dpkfc.noise.rng import add_normal_, next_key, sub_key
+from dpkfc.planning.choose_noise import Noise
+from dpkfc.random import add_normal_, next_key, sub_key
 from dpkfc.sampling import CyclicPoisson
 
 RECORDS, BATCH, CLIP = 40, 8, 2.5
 NOISES: dict[str, Noise] = {
-    "independent": dpkfc.Independent(),
-    "square root": dpkfc.BandedSquareRoot(3),
-    "optimised": dpkfc.BandedToeplitz(3),
-    "dense optimum": dpkfc.Banded(3),
-    "inverse square root": dpkfc.InverseSquareRoot(6),
-    "regenerated": dpkfc.InverseSquareRoot(3),
-    "anticorrelated": dpkfc.LambdaCGD(),
-    "buffered": dpkfc.BufferedToeplitz(2),
-    "output": dpkfc.OutputPerturbation(),
+    "independent": dpkfc.noise.Independent(),
+    "square root": dpkfc.noise.BandedSquareRoot(3),
+    "optimised": dpkfc.noise.BandedToeplitz(3),
+    "dense optimum": dpkfc.noise.Banded(3),
+    "inverse square root": dpkfc.noise.InverseSquareRoot(6),
+    "regenerated": dpkfc.noise.InverseSquareRoot(3),
+    "anticorrelated": dpkfc.noise.LambdaCGD(),
+    "buffered": dpkfc.noise.BufferedToeplitz(2),
+    "output": dpkfc.noise.OutputPerturbation(),
 }
 
 
@@ -56,26 +56,27 @@ def output(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def a_run(
-    data: TensorDataset, noise: Noise, lr: float = 0.0, momentum: float = 0.9, **settings: Any
-) -> tuple[nn.Linear, torch.optim.SGD, dpkfc.Private]:
+    data: TensorDataset, noise: Noise, lr: float = 0.0, momentum: float = 0.9, sampling: Any = None, **settings: Any
+) -> tuple[nn.Linear, torch.optim.SGD, dpkfc.PrivateRun]:
     torch.manual_seed(0)
     model = nn.Linear(3, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     settings = {"noise_multiplier": 1.5, "delta": 1e-5, "steps": 24, "seed": 5} | settings
+    options = dpkfc.Options(check=False, sampling=sampling)
     private = dpkfc.make_private(
-        model, optimizer, data, batch_size=BATCH, clip=CLIP, noise=noise, check=False, loss=output, **settings
+        model, optimizer, data, batch_size=BATCH, clip=CLIP, noise=noise, loss=output, options=options, **settings
     )
     return model, optimizer, private
 
 
-def go(model: nn.Module, optimizer: torch.optim.Optimizer, private: dpkfc.Private, steps: int | None = None) -> None:
+def go(model: nn.Module, optimizer: torch.optim.Optimizer, private: dpkfc.PrivateRun, steps: int | None = None) -> None:
     for batch in private.loader if steps is None else private.loader.take(steps):
         output(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def releases(model: nn.Linear, optimizer: torch.optim.SGD, private: dpkfc.Private) -> np.ndarray:
+def releases(model: nn.Linear, optimizer: torch.optim.SGD, private: dpkfc.PrivateRun) -> np.ndarray:
     """All released sums, also of the steps that the loop does not see."""
     seen: list[torch.Tensor] = []
 
@@ -91,7 +92,7 @@ def releases(model: nn.Linear, optimizer: torch.optim.SGD, private: dpkfc.Privat
 class TestWhatIsSampledIsAccounted:
     """6."""
 
-    def released(self, noise: Noise, present: bool, steps: int) -> tuple[np.ndarray, dpkfc.Private]:
+    def released(self, noise: Noise, present: bool, steps: int) -> tuple[np.ndarray, dpkfc.PrivateRun]:
         """C times the stream: rows of ``C x + z`` in units of the clip."""
         model, optimizer, private = a_run(records(large=present), noise, steps=steps)
         stream = releases(model, optimizer, private)
@@ -138,10 +139,10 @@ class TestWhatIsSampledIsAccounted:
     def test_a_record_joins_only_the_turns_of_its_group_also_after_a_resume_with_losses(self, tmp_path: Path) -> None:
         ledger = dpkfc.Ledger(tmp_path / "ledger.db", "these")
         data = TensorDataset(torch.arange(RECORDS, dtype=torch.float32)[:, None].expand(-1, 3).clone())
-        noise = dpkfc.BandedSquareRoot(3)
+        noise = dpkfc.noise.BandedSquareRoot(3)
         seen: list[tuple[int, int]] = []
 
-        def look(private: dpkfc.Private, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        def look(private: dpkfc.PrivateRun, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
             for (x,) in private.loader.take(steps):
                 seen.extend((private.charged, int(row)) for row in x[:, 0])
                 model(x).mean().backward()
@@ -178,12 +179,12 @@ class TestOnlySoundCombinations:
     @pytest.mark.parametrize(
         ("noise", "sampling", "message"),
         [
-            (dpkfc.BandedSquareRoot(3), "poisson", "cyclic-poisson"),
-            (dpkfc.LambdaCGD(), "poisson", "no accountant"),
-            (dpkfc.LambdaCGD(), "cyclic-poisson", "not banded"),
-            (dpkfc.BufferedToeplitz(1), "cyclic-poisson", "min-separated"),
-            (dpkfc.BandedSquareRoot(6), "cyclic-poisson", "at most 5 bands"),
-            (dpkfc.BandedSquareRoot(3), "shuffled", "choose one of"),
+            (dpkfc.noise.BandedSquareRoot(3), "poisson", "cyclic-poisson"),
+            (dpkfc.noise.LambdaCGD(), "poisson", "no accountant"),
+            (dpkfc.noise.LambdaCGD(), "cyclic-poisson", "not banded"),
+            (dpkfc.noise.BufferedToeplitz(1), "cyclic-poisson", "min-separated"),
+            (dpkfc.noise.BandedSquareRoot(6), "cyclic-poisson", "at most 5 bands"),
+            (dpkfc.noise.BandedSquareRoot(3), "shuffled", "choose one of"),
         ],
     )
     def test_refused(self, noise: Noise, sampling: Any, message: str) -> None:
@@ -192,11 +193,11 @@ class TestOnlySoundCombinations:
 
     @pytest.mark.parametrize("sampling", ["poisson", "cyclic-poisson", "min-separated"])
     def test_independent_noise_goes_with_any(self, sampling: Any) -> None:
-        _, _, private = a_run(records(), dpkfc.Independent(), sampling=sampling)
+        _, _, private = a_run(records(), dpkfc.noise.Independent(), sampling=sampling)
         assert private.plan.groups == (5 if sampling == "min-separated" else 1)
 
     def test_more_bands_than_turns_are_accounted_without_amplification(self) -> None:
-        _, _, private = a_run(records(), dpkfc.BandedSquareRoot(8))
+        _, _, private = a_run(records(), dpkfc.noise.BandedSquareRoot(8))
         assert private.plan.sampling == "min-separated" and len(private.plan.growth) == 5
 
     def test_freezing_during_a_run_is_refused_and_costs_nothing(self) -> None:
@@ -204,7 +205,7 @@ class TestOnlySoundCombinations:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         settings: dict[str, Any] = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 9, "batch_size": BATCH}
         private = dpkfc.make_private(
-            model, optimizer, records(), noise=dpkfc.BandedSquareRoot(3), loss=output, **settings
+            model, optimizer, records(), noise=dpkfc.noise.BandedSquareRoot(3), loss=output, **settings
         )
         go(model, optimizer, private, 2)
         model[1].weight.requires_grad_(False)
@@ -268,7 +269,7 @@ def test_going_back_replays_no_noise_and_starts_the_stream_anew(noise: Noise, tm
 
 def test_a_matrix_that_may_not_forget_is_not_resumed_after_a_loss(tmp_path: Path) -> None:
     """Beyond one cycle and with negative entries, it is not known whether starting anew keeps the sensitivity."""
-    signed = dpkfc.OutputPerturbation(workload=dpkfc.Workload.toeplitz([1.0, -0.9] + [0.0] * 30))
+    signed = dpkfc.noise.OutputPerturbation(workload=dpkfc.noise.Workload.toeplitz([1.0, -0.9] + [0.0] * 30))
     model, optimizer, private = a_run(records(), signed)
     assert not private.factorization.non_negative(24)
     go(model, optimizer, private, 2)
@@ -286,7 +287,7 @@ def test_noise_cancels_in_the_parameters_while_the_geometry_changes(noise: Noise
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, nesterov=nesterov, weight_decay=0.01)
     data = TensorDataset(torch.randn(RECORDS, 4), torch.zeros(RECORDS, dtype=torch.long))
-    geometry = dpkfc.KFC(probe=dpkfc.Tabular(features=4, classes=2), every=3, probes=8)
+    geometry = dpkfc.KFC(probe=dpkfc.probes.Tabular(features=4, classes=2), every=3, probes=8)
     n = 21
 
     def nothing(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -330,7 +331,7 @@ def test_noise_cancels_in_the_parameters_while_the_geometry_changes(noise: Noise
 class TestWarnings:
     """What rescales the noisy gradients over time undoes the cancellation: said, with the reason."""
 
-    def private(self, optimizer: Callable[..., torch.optim.Optimizer], **settings: Any) -> dpkfc.Private:
+    def private(self, optimizer: Callable[..., torch.optim.Optimizer], **settings: Any) -> dpkfc.PrivateRun:
         model = nn.Linear(4, 2)
         settings = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 9, "batch_size": BATCH} | settings
         data = TensorDataset(torch.zeros(RECORDS, 4))
@@ -339,13 +340,13 @@ class TestWarnings:
     @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
     def test_adam_and_its_kin(self, optimizer: Any) -> None:
         with pytest.warns(UserWarning, match=f"{optimizer.__name__} rescales"):
-            private = self.private(optimizer, noise=dpkfc.BandedToeplitz(3))
+            private = self.private(optimizer, noise=dpkfc.noise.BandedToeplitz(3))
         assert private.factorization.bands == 3
 
     def test_a_map_after_the_noise(self) -> None:
-        geometry = dpkfc.KFC(probe=dpkfc.Tabular(features=4, classes=2), post=0.5)
+        geometry = dpkfc.KFC(probe=dpkfc.probes.Tabular(features=4, classes=2), post=0.5)
         with pytest.warns(UserWarning, match="once more"):
-            self.private(torch.optim.SGD, noise=dpkfc.BandedToeplitz(3), geometry=geometry)
+            self.private(torch.optim.SGD, noise=dpkfc.noise.BandedToeplitz(3), geometry=geometry)
 
     def test_auto_keeps_independent_noise_then(self) -> None:
         settings = {"noise": "auto", "noise_multiplier": None, "epsilon": 8.0}

@@ -90,7 +90,7 @@ class Random(nn.Module):
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     losses = nn.functional.cross_entropy(model(batch).transpose(1, 2), batch, reduction="none")
-    return dpkfc.mean_over_records(losses, batch != 0)
+    return dpkfc.losses.mean_over_records(losses, batch != 0)
 
 
 GEOMETRIES = {

@@ -17,7 +17,7 @@ import dpkfc
 from dpkfc.clipping import MARGIN
 from dpkfc.geometry.identity import Geometry
 
-NOISE = dpkfc.PinkNoise((1, 4, 4), classes=3)
+NOISE = dpkfc.probes.PinkNoise((1, 4, 4), classes=3)
 GEOMETRIES = {
     "A": lambda: dpkfc.KFC(NOISE, probes=32, every=2),
     "A, low rank": lambda: dpkfc.KFC(NOISE, probes=32, every=2, rank=4),
@@ -53,7 +53,7 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]).float(), batch[1])
 
 
-def train(model: nn.Module, data: Dataset, geometry: Geometry, lr: float = 0.0, **settings: Any) -> dpkfc.Private:
+def train(model: nn.Module, data: Dataset, geometry: Geometry, lr: float = 0.0, **settings: Any) -> dpkfc.PrivateRun:
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     defaults = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 3, "batch_size": 10, "clip": 0.5, "seed": 3}
     private = dpkfc.make_private(model, optimizer, data, geometry=geometry, loss=loss_of, **{**defaults, **settings})
@@ -118,7 +118,7 @@ class TestBlindToTheData:
 
         train(small_cnn(), Watched(), WatchedKFC(NOISE, every=1))
         assert reading
-        assert list(inspect.signature(dpkfc.KFC.refresh).parameters) == ["self", "model", "tape", "step"]
+        assert list(inspect.signature(dpkfc.KFC.refresh).parameters) == ["self", "model", "capture", "step"]
 
     def test_probing_leaves_no_trace(self) -> None:
         model = small_cnn()
@@ -155,7 +155,7 @@ class TestNoSampleAboveC:
         torch.manual_seed(0)
         model = nn.Linear(40, 3)
         scales = 10.0 ** torch.linspace(3, -3, 40)
-        probe = dpkfc.Tabular(40, std=scales, classes=3)
+        probe = dpkfc.probes.Tabular(40, std=scales, classes=3)
         geometry = dpkfc.KFC(probe, probes=30 if rank is None else 300, rank=rank, damping=1e-12, stability=1e-9)
         record = torch.zeros(1, 40)
         record[0, 0 if direction == "largest" else -1] = 1e3
@@ -243,8 +243,8 @@ class TestAnOracleSaysSo:
     def test_epsilon_is_infinite(self) -> None:
         data = images(1)
         with pytest.warns(UserWarning, match="PRIVATE records"):
-            oracle = dpkfc.Oracle(data)
-        for geometry in (dpkfc.KFC(oracle), dpkfc.KFC(dpkfc.Hybrid(A=NOISE, G=oracle)), dpkfc.Diagonal(oracle)):
+            oracle = dpkfc.probes.Oracle(data)
+        for geometry in (dpkfc.KFC(oracle), dpkfc.KFC(dpkfc.probes.Hybrid(A=NOISE, G=oracle)), dpkfc.Diagonal(oracle)):
             private = train(small_cnn(), data, geometry)
             assert private.epsilon() == math.inf
             assert "inf" in str(private.plan) and "ORACLE" in private.plan.geometry
@@ -252,7 +252,7 @@ class TestAnOracleSaysSo:
     def test_it_can_be_compared_at_the_noise_of_a_private_run_but_reports_no_epsilon(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            oracle = dpkfc.Oracle(images(1))
+            oracle = dpkfc.probes.Oracle(images(1))
         budget = {"noise_multiplier": None, "epsilon": 1.0}
         private = train(small_cnn(), images(1), dpkfc.KFC(oracle), **budget)
         assert private.epsilon() == math.inf

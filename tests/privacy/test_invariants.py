@@ -41,7 +41,9 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]).float(), batch[1])
 
 
-def start(model: nn.Module, data: Any, lr: float = 0.0, **settings: Any) -> tuple[dpkfc.Private, torch.optim.Optimizer]:
+def start(
+    model: nn.Module, data: Any, lr: float = 0.0, **settings: Any
+) -> tuple[dpkfc.PrivateRun, torch.optim.Optimizer]:
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9 if lr else 0.0)
     defaults: dict[str, Any] = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 4, "batch_size": 10, "clip": 0.5}
     defaults |= {"seed": 3, "loss": loss_of}
@@ -50,7 +52,7 @@ def start(model: nn.Module, data: Any, lr: float = 0.0, **settings: Any) -> tupl
     return dpkfc.make_private(model, optimizer, data, **{**defaults, **settings}), optimizer
 
 
-def run(private: dpkfc.Private, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
+def run(private: dpkfc.PrivateRun, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
     """Train, and return the private gradients of every step."""
     steps = []
     for batch in private.loader:
@@ -133,14 +135,22 @@ class TestEveryParameter:
                 return self.head(F.linear(x.flatten(1)[:, :4], self.inner.weight))
 
         model = Sneaky()
-        private, _ = start(model, images(), check=False, loss="unchecked")  # otherwise refused before
-        with pytest.raises(dpkfc.PrivacyError, match=r"inner\.weight.*by_vmap"):
+        private, _ = start(
+            model, images(), options=dpkfc.Options(check=False), loss="unchecked"
+        )  # otherwise refused before
+        with pytest.raises(dpkfc.PrivacyError, match=r"inner\.weight.*vmap_modules"):
             for batch in private.loader:
                 loss_of(model, batch).backward()
         assert private.epsilon() == 0
         private.detach()
         private, optimizer = start(
-            model, images(), by_vmap=[""], clip=1e9, noise_multiplier=0.0, batch_size=RECORDS, steps=1
+            model,
+            images(),
+            options=dpkfc.Options(vmap_modules=[""]),
+            clip=1e9,
+            noise_multiplier=0.0,
+            batch_size=RECORDS,
+            steps=1,
         )
         (grads,) = run(private, model, optimizer)
         private.detach()
@@ -261,7 +271,7 @@ class TestNotFinite:
                     batch_size=BATCH,
                     clip=0.1,
                     loss=weighted,
-                    check=False,
+                    options=dpkfc.Options(check=False),
                 )
                 for batch in private.loader:
                     weighted(model, batch).backward()
@@ -310,7 +320,7 @@ class TestEmptyBatches:
             optimizer.zero_grad()
 
 
-def _training(private: dpkfc.Private, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+def _training(private: dpkfc.PrivateRun, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     for batch in private.loader:
         loss_of(model, batch).backward()
         optimizer.step()
@@ -322,7 +332,7 @@ class TestSampling:
     """6. What is sampled is what is accounted."""
 
     def test_each_record_is_drawn_independently_at_the_planned_rate(self) -> None:
-        from dpkfc.noise.rng import first_key, next_key
+        from dpkfc.random import first_key, next_key
 
         records, rate, steps = 200, 0.05, 4000
         key, counts, sizes, pairs = first_key(0), torch.zeros(records), [], 0
@@ -534,7 +544,7 @@ class TestCopies:
         loss.backward()
         assert loss != F.cross_entropy(model(x), y), "the copy must use its own weights"
         assert all(p.grad is not None for p in twin.parameters())
-        assert not private._tape._forms
+        assert not private._capture._forms
         with torch.no_grad():
             for p, value in zip(model.parameters(), before, strict=True):
                 p.copy_(value)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 import dpkfc
-from dpkfc import checkpoint
+from dpkfc.engine import checkpoint
 
 RUN: dict[str, Any] = {"noise_multiplier": 1.0, "delta": 1e-3, "steps": 20, "batch_size": 20, "seed": 0}
 RUN["loss"] = dpkfc.losses.cross_entropy
@@ -26,13 +26,13 @@ def records(count: int = 40) -> TensorDataset:
 
 def begin(
     data: Dataset[Any] | DataLoader[Any] | None = None, model: nn.Module | None = None, **changed: Any
-) -> dpkfc.Private:
+) -> dpkfc.PrivateRun:
     model = nn.Linear(4, 2) if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return dpkfc.make_private(model, optimizer, records() if data is None else data, **{**RUN, **changed})
 
 
-def train(private: dpkfc.Private, steps: int | None = None) -> dpkfc.Private:
+def train(private: dpkfc.PrivateRun, steps: int | None = None) -> dpkfc.PrivateRun:
     for x, y in private.loader.take(private.plan.steps if steps is None else steps):
         F.cross_entropy(private.model(x), y).backward()
         private.optimizer.step()
@@ -277,11 +277,11 @@ def test_a_collate_function_that_mixes_records_is_refused() -> None:
 @pytest.mark.parametrize("around", ["probe", "hybrid", "through", "adadps"])
 def test_public_data_is_not_the_private_data(share: Callable[[TensorDataset], Any], around: str) -> None:
     data = records()
-    public = dpkfc.PublicData(share(data))
+    public = dpkfc.probes.PublicData(share(data))
     probes: dict[str, Any] = {
         "probe": public,
-        "hybrid": dpkfc.Hybrid(A=public, G=dpkfc.Tabular(4, classes=2)),
-        "through": dpkfc.Through(public, lambda x: x),
+        "hybrid": dpkfc.probes.Hybrid(A=public, G=dpkfc.probes.Tabular(4, classes=2)),
+        "through": dpkfc.probes.TransformedProbe(public, lambda x: x),
     }
     geometry = dpkfc.Diagonal(source=public) if around == "adadps" else dpkfc.KFC(probes[around])
     with pytest.raises(dpkfc.PrivacyError, match="PublicData holds private records"):
@@ -290,11 +290,11 @@ def test_public_data_is_not_the_private_data(share: Callable[[TensorDataset], An
 
 def test_public_records_beside_private_ones_are_accepted() -> None:
     x, y = records(80).tensors
-    public = dpkfc.PublicData((x[40:], y[40:]))
+    public = dpkfc.probes.PublicData((x[40:], y[40:]))
     assert begin(TensorDataset(x[:40], y[:40]), geometry=dpkfc.KFC(public)).plan.public_geometry
     whole = records(80)
     halves = Subset(whole, range(40)), Subset(whole, range(40, 80))
-    begin(halves[0], geometry=dpkfc.KFC(dpkfc.PublicData(halves[1])))
+    begin(halves[0], geometry=dpkfc.KFC(dpkfc.probes.PublicData(halves[1])))
     overlapping: list[Dataset[Any]] = [
         Subset(whole, range(39, 80)),
         Subset(whole, torch.tensor([3, 70])),  # type: ignore[arg-type]
@@ -304,7 +304,7 @@ def test_public_records_beside_private_ones_are_accepted() -> None:
     ]
     for other in overlapping:
         with pytest.raises(dpkfc.PrivacyError, match="PublicData holds private records"):
-            begin(halves[0], geometry=dpkfc.KFC(dpkfc.PublicData(other)))
+            begin(halves[0], geometry=dpkfc.KFC(dpkfc.probes.PublicData(other)))
 
 
 def test_a_woken_batch_norm_learns_nothing_without_gradients_either() -> None:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import dpkfc
-from dpkfc.geometry.probes import records
-from dpkfc.geometry.probes.public import check_apart
 from dpkfc.losses import cross_entropy
+from dpkfc.probes import records
+from dpkfc.probes.public import check_apart
 
 
 def numbers(count: int, seed: int, features: int = 5) -> Tensor:
@@ -52,7 +52,7 @@ class Own(Dataset[Any]):
 def refused(public: Any, private: Any = DATA) -> tuple[int, int, int]:
     """How many public records equal private ones, of how many, and where one of them is."""
     with pytest.raises(dpkfc.PrivacyError, match="PublicData holds private records") as caught:
-        check_apart(dpkfc.PublicData(public), private)
+        check_apart(dpkfc.probes.PublicData(public), private)
     message = str(caught.value)
     assert "Remove them from PublicData, or use noise instead: PinkNoise, Tokens, Tabular" in message
     found = re.search(r": (\d+) of (\d+) public records .* at position (\d+)\.", message)
@@ -62,7 +62,7 @@ def refused(public: Any, private: Any = DATA) -> tuple[int, int, int]:
 
 
 def accepted(public: Any, private: Any = DATA) -> bool:
-    return check_apart(dpkfc.PublicData(public), private)
+    return check_apart(dpkfc.probes.PublicData(public), private)
 
 
 # -- the same records, in other forms
@@ -165,12 +165,12 @@ def test_slow_data_sets_are_sampled_within_the_time(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(records, "SECONDS", 0.4)
     begun = time.monotonic()
     public, private = Own(list(OTHERS) * 100, 0.002), Own(list(PRIVATE) * 100, 0.002)
-    assert check_apart(dpkfc.PublicData(public), private) is False
+    assert check_apart(dpkfc.probes.PublicData(public), private) is False
     assert time.monotonic() - begun < 5
     for side in (public, private):
         assert 5 < len(side.read) < 3000 and side.read != sorted(side.read) and len(set(side.read)) == len(side.read)
     again = Own(list(OTHERS) * 100, 0.002)
-    check_apart(dpkfc.PublicData(again), private)
+    check_apart(dpkfc.probes.PublicData(again), private)
     assert again.read[:10] != public.read[:10], "another sample every time"
 
 
@@ -189,7 +189,7 @@ def test_a_data_set_that_is_a_part_of_both_needs_no_reading() -> None:
 
 
 def test_records_in_which_nothing_can_be_compared_are_not_complete() -> None:
-    assert check_apart(dpkfc.PublicData([object()]), DATA) is False
+    assert check_apart(dpkfc.probes.PublicData([object()]), DATA) is False
 
 
 # -- random transforms
@@ -212,26 +212,26 @@ def test_random_transforms_do_the_same_to_the_same_record(draw: Callable[..., An
 
 
 def test_make_private_refuses_a_copy_and_an_oracle_is_exempt() -> None:
-    def begin(probe: Any) -> dpkfc.Private:
+    def begin(probe: Any) -> dpkfc.PrivateRun:
         model = nn.Linear(5, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run: dict[str, Any] = {"noise_multiplier": 1.0, "delta": 1e-3, "steps": 5, "batch_size": 10}
         return dpkfc.make_private(model, optimizer, DATA, geometry=dpkfc.KFC(probe), loss=cross_entropy, **run)
 
     with pytest.raises(dpkfc.PrivacyError, match=r"3 of 33 public records .* position 30"):
-        begin(dpkfc.PublicData(torch.cat([OTHERS, PRIVATE[:3]])))
-    both = dpkfc.Hybrid(A=dpkfc.PublicData(OTHERS), G=dpkfc.PublicData(PRIVATE.double()))
+        begin(dpkfc.probes.PublicData(torch.cat([OTHERS, PRIVATE[:3]])))
+    both = dpkfc.probes.Hybrid(A=dpkfc.probes.PublicData(OTHERS), G=dpkfc.probes.PublicData(PRIVATE.double()))
     with pytest.raises(dpkfc.PrivacyError, match=r"30 of 30 public records"):
         begin(both)
-    assert begin(dpkfc.PublicData(OTHERS)).plan.public_geometry
+    assert begin(dpkfc.probes.PublicData(OTHERS)).plan.public_geometry
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert not begin(dpkfc.Oracle(PRIVATE)).plan.public_geometry
+        assert not begin(dpkfc.probes.Oracle(PRIVATE)).plan.public_geometry
 
 
 def test_without_public_data_no_record_is_read() -> None:
     private = Own(PRIVATE)
-    assert check_apart(dpkfc.KFC(dpkfc.Tabular(5)), private) is True
+    assert check_apart(dpkfc.KFC(dpkfc.probes.Tabular(5)), private) is True
     assert private.read == []
 
 

@@ -30,7 +30,7 @@ def released(with_record: bool, batch_size: int, sigma: float, chunk: int | None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     settings = {"noise_multiplier": sigma, "delta": 1e-5, "steps": STEPS, "batch_size": batch_size, "clip": CLIP}
     private = dpkfc.make_private(
-        model, optimizer, TensorDataset(x), **settings, seed=11, max_physical_batch_size=chunk, check=False,
+        model, optimizer, TensorDataset(x), **settings, seed=11, max_physical_batch_size=chunk, options=dpkfc.Options(check=False),
         loss=lambda model, batch: model(batch[0]).mean(),
     )  # fmt: skip
     seen = []

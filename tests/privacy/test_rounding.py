@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dpkfc
-from dpkfc.capture.embedding import Rows
-from dpkfc.capture.record import Outer, join, squared_size
 from dpkfc.clipping import clip_weights
-from dpkfc.geometry.diagonal import Scaled
+from dpkfc.geometry.diagonal import DiagonalMap
 from dpkfc.geometry.factors import Full
-from dpkfc.geometry.identity import UNCHANGED
-from dpkfc.geometry.kronecker import Kronecker
+from dpkfc.geometry.identity import IDENTITY_MAP
+from dpkfc.geometry.kronecker import KroneckerMap
+from dpkfc.per_sample.layers.embedding import RowSparseGrad
+from dpkfc.per_sample.record import OuterProductGrad, join, squared_size
 
 ULP = 2.0**-23
 CLIP = 1.0
-Clip = float | dpkfc.Automatic
+Clip = float | dpkfc.AutomaticClipping
 
 
 def released(
@@ -43,7 +43,7 @@ def released(
         clip=clip,
         geometry=geometry,
         loss=lambda model, batch: loss(model, *batch),
-        check=False,
+        options=dpkfc.Options(check=False),
         seed=1,
     )
     for batch in private.loader:
@@ -126,13 +126,13 @@ def test_a_head_that_undoes_its_embedding_does_not_drown_many_others(others: int
     ids = torch.zeros(2, 1, dtype=torch.long).expand(2, 1)
 
     def total(extra: float, count: int) -> Tensor:
-        head = Outer(torch.zeros(count, 1, 4), torch.zeros(count, 1, 8))
+        head = OuterProductGrad(torch.zeros(count, 1, 4), torch.zeros(count, 1, 8))
         head.left[:, 0, 0], head.right[:, 0] = 1.0, 3e-4
         values = torch.zeros(count, 1, 8)
         if extra:
             head.right[0], values[0] = extra, -extra
-        tied = join([head, Rows.merged(ids[:1].expand(count, 1), values, 4)])
-        weights, _ = clip_weights(tied.squared_norms(UNCHANGED), CLIP)
+        tied = join([head, RowSparseGrad.merged(ids[:1].expand(count, 1), values, 4)])
+        weights, _ = clip_weights(tied.squared_norms(IDENTITY_MAP), CLIP)
         return tied.weighted_sum(weights)[0].double()
 
     with_it = total(1e4, 1 + others)
@@ -154,9 +154,9 @@ class Pointwise(nn.Module):
 def test_a_record_along_what_the_map_shrinks_does_not_round_what_others_add() -> None:
     """Unmapped it is 30,000 times the clip: what others add to that is rounded, and the map enlarges the difference."""
     torch.manual_seed(0)
-    probe = dpkfc.PublicData((1 + 0.01 * torch.randn(256, 16, 8), torch.zeros(256).long()))
+    probe = dpkfc.probes.PublicData((1 + 0.01 * torch.randn(256, 16, 8), torch.zeros(256).long()))
 
-    def total(x: Tensor, y: Tensor) -> tuple[Tensor, Kronecker]:
+    def total(x: Tensor, y: Tensor) -> tuple[Tensor, KroneckerMap]:
         geometry = dpkfc.KFC(probe, damping=1e-4, factors="AG", rank=None)
         loss = lambda model, x, y: (model(x) * y).sum(1).mean()  # noqa: E731
         released_sum = released(Pointwise(), loss, x, y, geometry=geometry)
@@ -179,10 +179,10 @@ def test_a_record_along_what_the_map_shrinks_does_not_round_what_others_add() ->
 
 @pytest.mark.parametrize("flush", [False, True])
 @pytest.mark.parametrize("positions", [1, 16])
-@pytest.mark.parametrize("clip", [0.1, 1.0, dpkfc.Automatic(1.0, gamma=1e-4)])
+@pytest.mark.parametrize("clip", [0.1, 1.0, dpkfc.AutomaticClipping(1.0, gamma=1e-4)])
 @pytest.mark.parametrize("small", [2.5e-23, 1e-19])
 def test_a_factor_whose_square_is_no_number_hides_nothing(
-    small: float, clip: float | dpkfc.Automatic, positions: int, flush: bool
+    small: float, clip: float | dpkfc.AutomaticClipping, positions: int, flush: bool
 ) -> None:
     """‖δ‖² is less than any float32, ‖a‖² nearly more than any: their product is not zero."""
     width, records = 64, 16
@@ -195,7 +195,7 @@ def test_a_factor_whose_square_is_no_number_hides_nothing(
         total = released(model, lambda model, x, y: (model(x) * y).sum(1).mean(), x, y, clip=clip)
     finally:
         torch.set_flush_denormal(False)
-    assert total.norm() <= (clip.norm if isinstance(clip, dpkfc.Automatic) else clip) * (1 + 1e-4)
+    assert total.norm() <= (clip.norm if isinstance(clip, dpkfc.AutomaticClipping) else clip) * (1 + 1e-4)
 
 
 @pytest.mark.parametrize("entries", [10, 512, 513, 262_144, 3_000_001])
@@ -208,8 +208,8 @@ def test_equal_entries_are_not_measured_too_short(entries: int, value: float) ->
 
 def test_a_map_that_enlarges_much_does_not_hide_what_it_enlarges() -> None:
     """The squares of the factors are lost, or ordinary; those of the entries that the map makes of them are not."""
-    outer = Outer(torch.full((1, 1, 8), 2.4e-23), torch.full((1, 1, 8), 1.7e4))
-    norm = outer.squared_norms(Scaled([torch.full((8, 8), 2.5e18)])).sqrt()
+    outer = OuterProductGrad(torch.full((1, 1, 8), 2.4e-23), torch.full((1, 1, 8), 1.7e4))
+    norm = outer.squared_norms(DiagonalMap([torch.full((8, 8), 2.5e18)])).sqrt()
     assert float(norm) == pytest.approx(2.4e-23 * 1.7e4 * 2.5e18 * 8, rel=1e-4)
 
 

@@ -27,12 +27,13 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dpkfc
-from dpkfc import clipping, training
+from dpkfc import clipping
+from dpkfc import random as rng
 from dpkfc.accounting.ledger import Ledger
-from dpkfc.data.sources import Loaded
+from dpkfc.app.readers.sources import Loaded
+from dpkfc.app.workflow import fit as training
+from dpkfc.app.workflow.fit import Settings, fit
 from dpkfc.losses import cross_entropy
-from dpkfc.noise import rng
-from dpkfc.training import Settings, fit
 
 GRID = 1 / 32  # the coarsest grid of released gradients, in standard deviations of the noise
 
@@ -49,13 +50,13 @@ def network(features: int = 4, hidden: int = 8) -> nn.Sequential:
 
 def begin(
     model: nn.Module, data: Any = None, optimizer: torch.optim.Optimizer | None = None, **changed: Any
-) -> dpkfc.Private:
+) -> dpkfc.PrivateRun:
     settings = {"noise_multiplier": 1.0, "delta": 1e-3, "steps": 6, "batch_size": 10, "loss": cross_entropy, "seed": 0}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer
     return dpkfc.make_private(model, optimizer, table() if data is None else data, **{**settings, **changed})
 
 
-def train(private: dpkfc.Private, steps: int | None = None) -> dpkfc.Private:
+def train(private: dpkfc.PrivateRun, steps: int | None = None) -> dpkfc.PrivateRun:
     for batch in private.loader.take(private.plan.steps if steps is None else steps):
         cross_entropy(private.model, batch).backward()
         private.optimizer.step()
@@ -73,7 +74,7 @@ def vector(tensors: Any) -> Tensor:
 class WatchedNoise:
     """The noise of a run, and what the ledger on disk says when it is added."""
 
-    def __init__(self, private: dpkfc.Private, path: Path) -> None:
+    def __init__(self, private: dpkfc.PrivateRun, path: Path) -> None:
         self.real, self.path, self.run = private._noise, path, private.state_dict()["run"]
         self.charged: list[int] = []
 
@@ -172,9 +173,9 @@ def test_weights_are_a_function_of_the_released_gradients_alone(name: str) -> No
     assert len(released) == 6
 
     replayed = OPTIMIZERS[name](alone.parameters())
-    if hasattr(replayed, "learn_noise"):
+    if hasattr(replayed, "set_noise_variance"):
         plan = private.plan
-        replayed.learn_noise((plan.noise_scale / plan.batch_size) ** 2, "")
+        replayed.set_noise_variance((plan.noise_scale / plan.batch_size) ** 2, "")
     for grads, expected in zip(released, weights, strict=True):
         for p, grad in zip(alone.parameters(), grads, strict=True):
             p.grad = grad.clone()
@@ -262,7 +263,7 @@ def test_an_automatic_clip_looks_at_no_private_record(kind: str) -> None:
     """
 
     def chosen(x: Tensor, y: Tensor) -> float:
-        probe = dpkfc.Tabular(4, classes=3)
+        probe = dpkfc.probes.Tabular(4, classes=3)
         geometry = dpkfc.KFC(probe) if kind == "kfc" else dpkfc.Diagonal(source=probe)
         private = begin(network(), TensorDataset(x, y), clip="auto", geometry=geometry)
         private.detach()
@@ -321,9 +322,9 @@ def derived(key: bytes, links: int) -> Iterator[bytes]:
 
 
 STREAMS: dict[str, Any] = {
-    "independent": dpkfc.Independent(),
-    "ring of outputs": dpkfc.BandedToeplitz(bands=4),
-    "ring of inputs": dpkfc.InverseSquareRoot(bands=12),
+    "independent": dpkfc.noise.Independent(),
+    "ring of outputs": dpkfc.noise.BandedToeplitz(bands=4),
+    "ring of inputs": dpkfc.noise.InverseSquareRoot(bands=12),
     # InverseSquareRoot and LambdaCGD with few bands (`Regenerated`) are left out: they keep the keys of the last few
     # steps on purpose, where the others keep the past noise itself.
 }
@@ -536,7 +537,7 @@ def test_the_tail_of_the_noise_is_not_cut(word: int, tail: int, monkeypatch: pyt
 # -- groups
 
 
-def drawn(private: dpkfc.Private, steps: int) -> Iterator[tuple[int, set[int]]]:
+def drawn(private: dpkfc.PrivateRun, steps: int) -> Iterator[tuple[int, set[int]]]:
     """The number of each step, and the records in its batch, which carry their own number."""
     batches: dict[int, set[int]] = {}
     first = private.steps
@@ -557,7 +558,12 @@ def numbered(count: int) -> TensorDataset:
 @pytest.mark.parametrize("by", ["file", "state"])
 def test_an_unseeded_run_keeps_its_groups_when_it_is_resumed(by: str, tmp_path: Path) -> None:
     """Kills: run.py `load_state_dict` without the group key, or with one derived from the key of the present step."""
-    settings: dict[str, Any] = {"noise": dpkfc.BandedToeplitz(bands=4), "batch_size": 10, "steps": 60, "seed": None}
+    settings: dict[str, Any] = {
+        "noise": dpkfc.noise.BandedToeplitz(bands=4),
+        "batch_size": 10,
+        "steps": 60,
+        "seed": None,
+    }
     private = begin(network(), numbered(50), **settings)
     assert private.plan.groups == 4 and private.plan.sampling == "cyclic-poisson"
     group = {row: step % 4 for step, rows in drawn(private, 30) for row in rows}
@@ -599,7 +605,7 @@ def test_the_accountant_is_given_the_rate_within_a_group(tmp_path: Path) -> None
         private = begin(
             network(),
             numbered(count),
-            noise=dpkfc.BandedToeplitz(bands=bands),
+            noise=dpkfc.noise.BandedToeplitz(bands=bands),
             noise_multiplier=sigma,
             batch_size=batch,
             steps=steps,
@@ -645,7 +651,7 @@ class Words(nn.Module):
         return self.head(mean + (mean.abs() * intact[:, None]).sqrt())
 
 
-def released_by(tied: bool, ids: Tensor, intact: Tensor, weight: Tensor) -> tuple[dict[str, Tensor], dpkfc.Private]:
+def released_by(tied: bool, ids: Tensor, intact: Tensor, weight: Tensor) -> tuple[dict[str, Tensor], dpkfc.PrivateRun]:
     """The sum of clipped gradients, without noise, of ``Σ weight · loss / records``."""
     model = Words(tied)
     data = TensorDataset(ids, intact, weight, ids[:, 0])
@@ -657,7 +663,7 @@ def released_by(tied: bool, ids: Tensor, intact: Tensor, weight: Tensor) -> tupl
         steps=1,
         clip=0.3,
         loss="unchecked",  # of a loss that is no number for some records there is nothing to compare
-        check=False,
+        options=dpkfc.Options(check=False),
     )
     for its_ids, its_intact, its_weight, y in private.loader:
         losses = F.cross_entropy(model(its_ids, its_intact), y, reduction="none")
@@ -671,7 +677,7 @@ def released_by(tied: bool, ids: Tensor, intact: Tensor, weight: Tensor) -> tupl
 @pytest.mark.parametrize("bad", [[2], [0, 5], [0, 1, 2, 3, 4, 5]])
 @pytest.mark.parametrize("how", ["in the embedding", "everywhere"])
 def test_a_record_with_nan_backprops_into_an_embedding_contributes_zero(how: str, bad: list[int], tied: bool) -> None:
-    """Kills: capture/embedding.py `Rows.masked` that returns `self`, or multiplies by 0; `TiedHead.masked` that masks
+    """Kills: capture/embedding.py `RowSparseGrad.masked` that returns `self`, or multiplies by 0; `TiedEmbeddingGrad.masked` that masks
     the head or the rows only; run.py `_clip_and_sum` that masks no forms; clipping.py `clip_weights` without `finite`.
     """
     generator = torch.Generator().manual_seed(0)
@@ -706,7 +712,7 @@ def test_the_epsilon_of_a_result_is_that_of_the_run(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(training, "draw_pictures", lambda *arguments: None)
     records, batch_size, epochs, delta = 60, 20, 2, 1e-3
     train_part, test_part = table(records), table(20, seed=1)
-    loaded = Loaded(train_part, test_part, "tabular", (4,), 3, ("a", "b", "c"), (), dpkfc.Tabular(4))
+    loaded = Loaded(train_part, test_part, "tabular", (4,), 3, ("a", "b", "c"), (), dpkfc.probes.Tabular(4))
     settings = Settings(
         epsilon=3.0, delta=delta, epochs=epochs, batch_size=batch_size, noise="independent", seed=0, model="linear"
     )

@@ -78,21 +78,21 @@ def test_kills_at_random_points_never_hide_a_step(tmp_path: Path) -> None:
         assert charged.get(run, 0) <= steps + 20, "far more was charged than was ever released"
 
 
-# `dpkfc.training.fit` in a folder; where it is killed, if at all: at a step, or while it releases.
+# `dpkfc.app.workflow.fit.fit` in a folder; where it is killed, if at all: at a step, or while it releases.
 FITTING = """
 import os, signal, sys
 from pathlib import Path
 import torch
 from rich.console import Console
 import dpkfc
-from dpkfc import training
-from dpkfc.data.sources import Loaded
+from dpkfc.app.workflow import fit as training
+from dpkfc.app.readers.sources import Loaded
 
 folder, where = Path(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
 y = torch.arange(60) % 2
 data = torch.utils.data.TensorDataset(torch.rand(60, 4, generator=torch.Generator().manual_seed(0)) + y.view(-1, 1), y)
-loaded = Loaded(data, data, "tabular", (4,), 2, ("no", "yes"), (), dpkfc.Tabular(4))
+loaded = Loaded(data, data, "tabular", (4,), 2, ("no", "yes"), (), dpkfc.probes.Tabular(4))
 settings = training.Settings(epsilon=3.0, delta=1e-3, epochs=4, batch_size=10, noise="independent",
                              ledger=str(folder / "ledger.db"), dataset="people")
 

@@ -24,10 +24,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpkfc
-from dpkfc import BestOf
 from dpkfc.accounting.calibrate import epsilon_spent
 from dpkfc.accounting.events import Mechanism
-from dpkfc.tuning import Selected
+from dpkfc.accounting.selection import BestOf
+from dpkfc.tuning.search import Selected
 
 EDGES = np.linspace(
     -12, 13, 10_001
@@ -35,13 +35,13 @@ EDGES = np.linspace(
 VALUES = (EDGES[1:] + EDGES[:-1]) / 2
 
 
-def private_run(noise: float, best_of: BestOf | None) -> dpkfc.Private:
+def private_run(noise: float, best_of: BestOf | None) -> dpkfc.PrivateRun:
     """One Gaussian query, up to the data: every tuning here puts its own numbers in."""
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     data = TensorDataset(torch.zeros(4, 1))
     return dpkfc.make_private(
-        model, optimizer, data, noise_multiplier=noise, delta=1e-2, steps=1, batch_size=4, best_of=best_of,
+        model, optimizer, data, noise_multiplier=noise, delta=1e-2, steps=1, batch_size=4, options=dpkfc.Options(best_of=best_of),
         loss=lambda model, batch: model(batch[0]).mean(),
     )  # fmt: skip
 
@@ -54,7 +54,7 @@ def test_nothing_but_the_best_try_is_released(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(BestOf, "draw", lambda self, generator: 37)
     private = private_run(2.0, BestOf(5))
 
-    def objective(trial: optuna.Trial) -> tuple[dpkfc.Private, float]:
+    def objective(trial: optuna.Trial) -> tuple[dpkfc.PrivateRun, float]:
         private._group_key = bytes([trial.number])  # as if it were another run
         trial.suggest_float("lr", 0.5, 0.5)  # nothing random: its digits could be those looked for below
         return private, 1000.0 - trial.number
@@ -77,7 +77,7 @@ def test_a_try_that_diverges_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(BestOf, "draw", lambda self, generator: 3)
     plan, calls = private_run(2.0, BestOf(5)).plan, []
 
-    def objective(trial: optuna.Trial) -> tuple[dpkfc.Private, float]:
+    def objective(trial: optuna.Trial) -> tuple[dpkfc.PrivateRun, float]:
         calls.append(trial.number)
         private = private_run(2.0, plan.best_of)
         if trial.number == 0:
@@ -146,7 +146,7 @@ def test_what_is_released_has_the_distribution_that_was_analysed(best_of: BestOf
     private, chance = private_run(1.0, best_of), np.random.default_rng(seed)
     weight, calls = private.model.weight, [0]  # type: ignore[union-attr]
 
-    def objective(trial: optuna.Trial) -> tuple[dpkfc.Private, float]:
+    def objective(trial: optuna.Trial) -> tuple[dpkfc.PrivateRun, float]:
         calls[0] += 1
         private._group_key = calls[0].to_bytes(4)  # as if it were another run
         value = shift + chance.standard_normal()
@@ -172,14 +172,14 @@ NURSERY = """
 import json, os, signal, sys
 import optuna, torch
 import dpkfc
-from dpkfc import tuning
+from dpkfc.tuning import search
 from dpkfc.accounting.ledger import read
 
 folder = sys.argv[1]
 torch.set_num_threads(1)
 data = torch.utils.data.TensorDataset(torch.randn(4, 1))
-settings = dict(noise_multiplier=8.0, delta=1e-2, steps=3, batch_size=4, best_of=dpkfc.BestOf(2))
-plan = dpkfc.Plan.make(records=4, clip=1.0, **settings)
+settings = dict(noise_multiplier=8.0, delta=1e-2, steps=3, batch_size=4)
+plan = dpkfc.Plan.make(records=4, clip=1.0, best_of=dpkfc.tuning.BestOf(2), **settings)
 moments_left = 0
 
 def moment():
@@ -200,6 +200,7 @@ def train(trial):
     os.write(visible, b"t")
     model = torch.nn.Linear(1, 1, bias=False)
     private = dpkfc.make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), data, **settings,
+                                 options=dpkfc.Options(best_of=plan.best_of),
                                  loss=lambda model, batch: model(batch[0]).mean())
     for (x,) in private.loader:
         model(x).mean().backward()
@@ -207,11 +208,11 @@ def train(trial):
         private.optimizer.zero_grad()
     return private, -trial.number
 
-dpkfc.BestOf.draw = lambda self, generator: 2
+dpkfc.tuning.BestOf.draw = lambda self, generator: 2
 visible = os.open(f"{folder}/warm-up", os.O_WRONLY | os.O_CREAT)
 dpkfc.tune_privately(train, plan=plan, storage=f"{folder}/tuning.db", name="warm-up")  # imports what is imported late
 for owner, name in ((dpkfc.Ledger, "open_run"), (dpkfc.Ledger, "charge"), (optuna.Study, "set_user_attr"),
-                    (optuna.Study, "tell"), (tuning, "_write")):
+                    (optuna.Study, "tell"), (search, "_write")):
     setattr(owner, name, mortal(getattr(owner, name)))
 
 for number in (3, 4, 6, 8, 10, 12):  # before and after the charge; the draw; training, weights and score of a try

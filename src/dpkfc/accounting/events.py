@@ -67,7 +67,7 @@ class Mechanism:
                     f"growth={self.growth}: must be a factor above 0 for each of the {self.rounds} rounds, the last 1"
                 )
         if not isinstance(self.best_of, BestOf | None):
-            raise PrivacyError(f"best_of={self.best_of!r}: must be a dpkfc.BestOf(mean=...), or None")
+            raise PrivacyError(f"best_of={self.best_of!r}: must be a dpkfc.tuning.BestOf(mean=...), or None")
 
     @property
     def rounds(self) -> int:

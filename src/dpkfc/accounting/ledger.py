@@ -99,7 +99,9 @@ class LedgerRun:
     started: str  # ISO 8601, UTC
     closed: bool
     delta: float | None = None  # at which its own epsilon is stated, if that was said
-    unchecked: tuple[str, ...] = ()  # what its epsilon relies on and nobody checked: keys of dpkfc.plan.NOT_CHECKED
+    unchecked: tuple[
+        str, ...
+    ] = ()  # what its epsilon relies on and nobody checked: keys of dpkfc.planning.plan.NOT_CHECKED
 
     @property
     def spent(self) -> Mechanism:

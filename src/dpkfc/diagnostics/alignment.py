@@ -25,8 +25,8 @@ from dpkfc.diagnostics.factors import by_name, factors_of
 from dpkfc.diagnostics.result import Result, is_probe, privacy_of, table_of
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.factors import Spectrum
-from dpkfc.geometry.probes.probe import Probe
-from dpkfc.geometry.probes.targets import Loss
+from dpkfc.probes.probe import Probe
+from dpkfc.probes.targets import Loss
 
 Triple = tuple[float, float, float]  # of A, of G, of A ⊗ G
 
@@ -73,7 +73,7 @@ def factor_alignment(
     probes: int | None = None,
     approx: Literal["expand", "reduce"] = "expand",
     max_factor: int = 8192,
-    by_vmap: Iterable[str] = (),
+    vmap_modules: Iterable[str] = (),
     seed: int = 0,
 ) -> Alignment:
     """The factors of each source beside those of `reference`, at the model's present weights.
@@ -85,14 +85,14 @@ def factor_alignment(
 
     >>> import torch, dpkfc
     >>> from dpkfc.diagnostics import factor_alignment
-    >>> found = factor_alignment(torch.nn.Linear(4, 2), dpkfc.Tabular(4), {"wider": dpkfc.Tabular(4, std=2.0)})
+    >>> found = factor_alignment(torch.nn.Linear(4, 2), dpkfc.probes.Tabular(4), {"wider": dpkfc.probes.Tabular(4, std=2.0)})
     >>> 0.7 < found.sources["wider"][0].cosine[0] < 1
     True
     """
     if not is_probe(reference):
         raise PrivacyError(
-            f"reference is {type(reference).__name__}: give one probe; records as dpkfc.PublicData(records), or as "
-            "dpkfc.Oracle(records) if they are private"
+            f"reference is {type(reference).__name__}: give one probe; records as dpkfc.probes.PublicData(records), or as "
+            "dpkfc.probes.Oracle(records) if they are private"
         )
     named = by_name(sources)
     of = partial(
@@ -102,7 +102,7 @@ def factor_alignment(
         probes=probes,
         approx=approx,
         max_factor=max_factor,
-        by_vmap=tuple(by_vmap),
+        vmap_modules=tuple(vmap_modules),
         seed=seed,
     )
     wanted, rows = of(reference), {}

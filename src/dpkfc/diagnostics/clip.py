@@ -79,7 +79,7 @@ def clip_effect(
     loss: AnyLoss = "cross_entropy",
     loss_reduction: Reduction = "mean",
     probes: int | None = None,
-    by_vmap: Iterable[str] = (),
+    vmap_modules: Iterable[str] = (),
     seed: int = 0,
 ) -> Clipping:
     """What clipping to `clip` does to a batch of records, or to probes, with and without a geometry.
@@ -91,14 +91,14 @@ def clip_effect(
     >>> from dpkfc.diagnostics import clip_effect
     >>> model, batch = torch.nn.Linear(4, 2), (torch.randn(16, 4), torch.randint(2, (16,)))
     >>> loss = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
-    >>> found = clip_effect(model, batch, clip="median", geometry=dpkfc.KFC(dpkfc.Tabular(4)), loss=loss)
+    >>> found = clip_effect(model, batch, clip="median", geometry=dpkfc.KFC(dpkfc.probes.Tabular(4)), loss=loss)
     >>> found.privacy
     'not private: computed from the given records'
     """
     examples = Examples(source, loss, loss_reduction, probes, seed)
     compared = beside_dp_sgd(geometry)
-    with watched(model, by_vmap) as (copied, tape):
-        steps = {name: step_of(copied, tape, examples, one, clip) for name, one in compared.items()}
+    with watched(model, vmap_modules) as (copied, capture):
+        steps = {name: step_of(copied, capture, examples, one, clip) for name, one in compared.items()}
     effects = {name: _effect(step) for name, step in steps.items()}
     return Clipping(effects, len(steps["DP-SGD"].norms), privacy_of([source], compared.values()))
 

@@ -12,8 +12,8 @@ from dpkfc.diagnostics.result import is_probe
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.factors import Spectrum
 from dpkfc.geometry.kfc import KFC
-from dpkfc.geometry.probes.probe import Probe
-from dpkfc.geometry.probes.targets import Loss
+from dpkfc.probes.probe import Probe
+from dpkfc.probes.targets import Loss
 
 Factors = dict[str, tuple[Spectrum, Spectrum]]  # (A, G) by layer, all eigenvalues and vectors
 
@@ -24,11 +24,13 @@ def by_name(sources: Probe | Mapping[str, Probe]) -> dict[str, Probe]:
     for name, source in found.items():
         if not is_probe(source):
             raise PrivacyError(
-                f"source {name!r} is {type(source).__name__}: give a probe such as dpkfc.PinkNoise(...), or a dict of "
-                "them; records as dpkfc.PublicData(records), or as dpkfc.Oracle(records) if they are private"
+                f"source {name!r} is {type(source).__name__}: give a probe such as dpkfc.probes.PinkNoise(...), or a dict of "
+                "them; records as dpkfc.probes.PublicData(records), or as dpkfc.probes.Oracle(records) if they are private"
             )
     if not found:
-        raise PrivacyError("no source was given: pass a probe such as dpkfc.PinkNoise(shape=(1, 28, 28)), or a dict")
+        raise PrivacyError(
+            "no source was given: pass a probe such as dpkfc.probes.PinkNoise(shape=(1, 28, 28)), or a dict"
+        )
     return found
 
 
@@ -40,7 +42,7 @@ def factors_of(
     probes: int | None,
     approx: Literal["expand", "reduce"],
     max_factor: int,
-    by_vmap: Iterable[str],
+    vmap_modules: Iterable[str],
     seed: int,
 ) -> Factors:
     """Both factors of every layer that has a Kronecker form, at the model's present weights."""
@@ -55,10 +57,10 @@ def factors_of(
         loss=loss,
         seed=seed,
     )
-    with watched(model, by_vmap) as (copied, tape):
-        geometry.prepare(copied, tape)
-        geometry.refresh(copied, tape, 0)
-        parameters, layers = dict(copied.named_parameters()), layers_of(tape.units)
+    with watched(model, vmap_modules) as (copied, capture):
+        geometry.prepare(copied, capture)
+        geometry.refresh(copied, capture, 0)
+        parameters, layers = dict(copied.named_parameters()), layers_of(capture.units)
     found = {layers[parameters[names[0]]]: (a, g) for names, (a, g) in geometry.spectra.items() if g is not None}
     if not found:
         raise PrivacyError(

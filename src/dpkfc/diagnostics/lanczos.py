@@ -26,10 +26,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dpkfc.diagnostics.passes import AnyLoss, Examples, copy_of
 from dpkfc.diagnostics.result import Result, is_probe, privacy_of, table_of
 from dpkfc.errors import PrivacyError
-from dpkfc.geometry.probes.arguments import real, whole
-from dpkfc.geometry.probes.probe import call, to
-from dpkfc.geometry.probes.targets import probe_losses
 from dpkfc.geometry.probing import Probing
+from dpkfc.probes.arguments import real, whole
+from dpkfc.probes.probe import call, to
+from dpkfc.probes.targets import probe_losses
 
 Matrix = Literal["hessian", "ggn"]
 Product = Callable[[Tensor], Tensor]
@@ -139,7 +139,7 @@ def hessian_density(
 
     >>> import torch, dpkfc
     >>> from dpkfc.diagnostics import hessian_density
-    >>> found = hessian_density(torch.nn.Linear(4, 2), dpkfc.Tabular(4), steps=10)
+    >>> found = hessian_density(torch.nn.Linear(4, 2), dpkfc.probes.Tabular(4), steps=10)
     >>> found.sources["Gaussian features"].size
     10
     """

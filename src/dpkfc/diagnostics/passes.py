@@ -22,14 +22,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dpkfc.capture.tape import Call, Tape
-from dpkfc.capture.units import Unit, partition
-from dpkfc.check import check_model
 from dpkfc.diagnostics.result import is_probe
+from dpkfc.engine.checks import check_model
 from dpkfc.errors import PrivacyError
-from dpkfc.geometry.probes.arguments import whole
-from dpkfc.geometry.probes.targets import Loss
 from dpkfc.geometry.probing import Probing
+from dpkfc.per_sample.capture import GradientCapture, LayerCall
+from dpkfc.per_sample.registry import HookedModule, partition
+from dpkfc.probes.arguments import whole
+from dpkfc.probes.targets import Loss
 
 AnyLoss = Loss | Callable[[nn.Module, Any], Tensor]
 Reduction = Literal["mean", "sum"]
@@ -49,15 +49,15 @@ def copy_of(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def watched(model: nn.Module, by_vmap: Iterable[str] = ()) -> Iterator[tuple[nn.Module, Tape]]:
+def watched(model: nn.Module, vmap_modules: Iterable[str] = ()) -> Iterator[tuple[nn.Module, GradientCapture]]:
     """A copy of the model and a tape on it; the global generators are afterwards as they were."""
     copied = copy_of(model)
     check_model(copied)
     with torch.random.fork_rng():
-        yield copied, Tape(copied, partition(copied, by_vmap))
+        yield copied, GradientCapture(copied, partition(copied, vmap_modules))
 
 
-def layers_of(units: Iterable[Unit]) -> dict[nn.Parameter, str]:
+def layers_of(units: Iterable[HookedModule]) -> dict[nn.Parameter, str]:
     """The name of the layer that each parameter belongs to; what a container owns itself goes by its own name."""
     found: dict[nn.Parameter, str] = {}
     for unit in units:
@@ -83,21 +83,21 @@ class Examples:
         if not is_probe(self.source) and not callable(self.loss):
             raise PrivacyError(
                 f"loss={self.loss!r} is for probes. For a batch of records give loss=, a function (model, batch) -> "
-                "scalar as in make_private; or pass the records as dpkfc.Oracle(records, labels=True)"
+                "scalar as in make_private; or pass the records as dpkfc.probes.Oracle(records, labels=True)"
             )
         if self.count is not None:
             whole("probes", self.count, 1)
 
-    def passes(self, model: nn.Module, tape: Tape) -> Iterator[tuple[list[Call], float]]:
+    def passes(self, model: nn.Module, capture: GradientCapture) -> Iterator[tuple[list[LayerCall], float]]:
         """The calls (a, δ) of each pass, and the number that makes their gradients those of single examples."""
         if is_probe(self.source):
             probing = Probing(self.count, None, self.loss, self.seed)  # type: ignore[arg-type]
-            for calls in probing.passes(model, tape, self.source, probing.generator(0, "diagnostics")):
+            for calls in probing.passes(model, capture, self.source, probing.generator(0, "diagnostics")):
                 yield _checked(calls), 1.0
             return
         torch.manual_seed(self.seed)
-        with tape.aside() as calls, torch.enable_grad():
-            self.value_of_records(model, lambda: tape.batch is not None).backward()
+        with capture.recording() as calls, torch.enable_grad():
+            self.value_of_records(model, lambda: capture.batch is not None).backward()
         yield _checked(calls), float(calls[0].batch) if self.reduction == "mean" else 1.0
 
     def value_of_records(self, model: nn.Module, ran: Callable[[], bool]) -> Tensor:
@@ -113,7 +113,7 @@ class Examples:
         return value
 
 
-def _checked(calls: list[Call]) -> list[Call]:
+def _checked(calls: list[LayerCall]) -> list[LayerCall]:
     """The calls of one pass, which must be of the same examples."""
     batches = {call.batch for call in calls}
     if len(batches) != 1:

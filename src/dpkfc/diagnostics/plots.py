@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dpkfc.app.reports.geometry_plot import COLOURS, MARKERS
 from dpkfc.diagnostics.result import is_public
-from dpkfc.report.geometry_plot import COLOURS, MARKERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

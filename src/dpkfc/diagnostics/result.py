@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from dpkfc.report.text import as_text
+from dpkfc.app.reports.text import as_text
 
 PUBLIC = "public: probes and weights only"
 FROM_RECORDS = "not private: computed from the given records"

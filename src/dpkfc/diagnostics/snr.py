@@ -20,7 +20,7 @@ from dpkfc.diagnostics.passes import AnyLoss, Examples, Reduction, watched
 from dpkfc.diagnostics.result import Result, privacy_of, table_of
 from dpkfc.diagnostics.step import Clip, beside_dp_sgd, step_of
 from dpkfc.geometry.identity import Geometry
-from dpkfc.geometry.probes.arguments import real, whole
+from dpkfc.probes.arguments import real, whole
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def layer_snr(
     loss: AnyLoss = "cross_entropy",
     loss_reduction: Reduction = "mean",
     probes: int | None = None,
-    by_vmap: Iterable[str] = (),
+    vmap_modules: Iterable[str] = (),
     seed: int = 0,
 ) -> SNR:
     """Signal to noise at the model's present weights, for DP-SGD and for other geometries.
@@ -91,17 +91,17 @@ def layer_snr(
         source: a batch of records, or a probe, whose labels are random: of these the profile over the layers
             means something, the height of it does not.
         noise_multiplier, batch_size: σ and the expected batch size B, as `private.plan` has them.
-        clip: C, `Automatic()`, or "median": of the norms under each geometry. One C means different things to
+        clip: C, `AutomaticClipping()`, or "median": of the norms under each geometry. One C means different things to
             geometries of different scale.
         geometry: `KFC(...)`, or several by name; each is refreshed on the copy. DP-SGD is always there.
         loss: ``(model, batch) -> scalar`` for records, reduced by `loss_reduction`; a probe loss for probes.
         probes: how many to draw, if not as many as the probe thinks right.
-        by_vmap: as in `make_private`.
+        vmap_modules: as in `Options`.
 
     >>> import torch, dpkfc
     >>> from dpkfc.diagnostics import layer_snr
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-    >>> probe = dpkfc.Tabular(4)
+    >>> probe = dpkfc.probes.Tabular(4)
     >>> found = layer_snr(model, probe, noise_multiplier=1.0, batch_size=64, clip="median", geometry=dpkfc.KFC(probe))
     >>> list(found.geometries), found.privacy
     (['DP-SGD', 'DP-KFC'], 'public: probes and weights only')
@@ -109,8 +109,8 @@ def layer_snr(
     sigma, size = real("noise_multiplier", noise_multiplier, above=0), whole("batch_size", batch_size, 1)
     examples = Examples(source, loss, loss_reduction, probes, seed)
     compared = beside_dp_sgd(geometry)
-    with watched(model, by_vmap) as (copied, tape):
-        steps = {name: step_of(copied, tape, examples, one, clip) for name, one in compared.items()}
+    with watched(model, vmap_modules) as (copied, capture):
+        steps = {name: step_of(copied, capture, examples, one, clip) for name, one in compared.items()}
     rows = {
         name: tuple(
             LayerSNR(layer, part.numel(), float(part.norm()), sigma * step.clip * math.sqrt(part.numel()) / size)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from dpkfc.diagnostics.factors import by_name, factors_of
 from dpkfc.diagnostics.result import Result, privacy_of, table_of
 from dpkfc.geometry.factors import Spectrum
-from dpkfc.geometry.probes.arguments import whole
-from dpkfc.geometry.probes.probe import Probe
-from dpkfc.geometry.probes.targets import Loss
+from dpkfc.probes.arguments import whole
+from dpkfc.probes.probe import Probe
+from dpkfc.probes.targets import Loss
 
 FORMED = 1 << 22  # products up to which all of them are formed and sorted
 HALVINGS = 42  # of an interval of logarithms: to some eleven digits
@@ -74,7 +74,7 @@ def kronecker_spectrum(
     probes: int | None = None,
     approx: Literal["expand", "reduce"] = "expand",
     max_factor: int = 8192,
-    by_vmap: Iterable[str] = (),
+    vmap_modules: Iterable[str] = (),
     seed: int = 0,
 ) -> Spectra:
     """The spectrum of every layer from one source, or from several to compare: oracle, public, synthetic.
@@ -86,7 +86,7 @@ def kronecker_spectrum(
 
     >>> import torch, dpkfc
     >>> from dpkfc.diagnostics import kronecker_spectrum
-    >>> found = kronecker_spectrum(torch.nn.Linear(4, 2), dpkfc.Tabular(4))
+    >>> found = kronecker_spectrum(torch.nn.Linear(4, 2), dpkfc.probes.Tabular(4))
     >>> found.sources["Gaussian features"][0].total
     10
     """
@@ -100,7 +100,7 @@ def kronecker_spectrum(
             probes=probes,
             approx=approx,
             max_factor=max_factor,
-            by_vmap=by_vmap,
+            vmap_modules=vmap_modules,
             seed=seed,
         )
         spectra[name] = tuple(_layer(layer, a, g, points) for layer, (a, g) in factors.items())

@@ -14,16 +14,16 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dpkfc.capture.record import Form, exactly
-from dpkfc.capture.tape import Slot, Tape
-from dpkfc.clipping import Automatic, clip_weights
+from dpkfc.clipping import AutomaticClipping, clip_weights
 from dpkfc.diagnostics.passes import Examples, layers_of
 from dpkfc.errors import PrivacyError
-from dpkfc.geometry.identity import Geometry, Identity, Map
+from dpkfc.geometry.identity import Geometry, Identity, LinearMap
 from dpkfc.geometry.probing import gradients
-from dpkfc.plan import read_clip
+from dpkfc.per_sample.capture import GradientCapture, ParamKey
+from dpkfc.per_sample.record import PerSampleGrad, full_precision
+from dpkfc.planning.plan import read_clip
 
-Clip = float | Automatic | Literal["median"]
+Clip = float | AutomaticClipping | Literal["median"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,20 +53,20 @@ def beside_dp_sgd(geometry: Geometry | Mapping[str, Geometry]) -> dict[str, Geom
     return {"DP-SGD": Identity()} | {n: one for n, one in given.items() if not isinstance(one, Identity)}
 
 
-def step_of(model: nn.Module, tape: Tape, examples: Examples, geometry: Geometry, clip: Clip) -> Step:
+def step_of(model: nn.Module, capture: GradientCapture, examples: Examples, geometry: Geometry, clip: Clip) -> Step:
     """Clip and add up the examples under maps that are built at the model's weights; `geometry` is not changed.
 
     With clip="median", C is the median of ``‖U g_i‖``: the same rule for every geometry, whatever its scale.
     """
     geometry = copy.copy(geometry)  # a refresh replaces what a geometry holds, and writes into none of it
-    geometry.prepare(model, tape)
-    geometry.refresh(model, tape, 0)
-    norm, gamma = (_median(model, tape, examples, geometry), None) if clip == "median" else read_clip(clip)
-    layers = {p: layer for p, layer in layers_of(tape.units).items() if p.requires_grad}
+    geometry.prepare(model, capture)
+    geometry.refresh(model, capture, 0)
+    norm, gamma = (_median(model, capture, examples, geometry), None) if clip == "median" else read_clip(clip)
+    layers = {p: layer for p, layer in layers_of(capture.units).items() if p.requires_grad}
     plain, clipped = ({p: torch.zeros_like(p).flatten() for p in layers} for _ in range(2))
     squares: dict[str, list[Tensor]] = {layer: [] for layer in layers.values()}
     norms, weights = [], []
-    for forms, maps, squared, scale in _measured(model, tape, examples, geometry):
+    for forms, maps, squared, scale in _measured(model, capture, examples, geometry):
         total = torch.stack(list(squared.values())).sum(0)
         weight, finite = clip_weights(total, norm, gamma)
         for slot, form in forms.items():
@@ -92,22 +92,22 @@ def step_of(model: nn.Module, tape: Tape, examples: Examples, geometry: Geometry
     )
 
 
-Measured = tuple[dict[Slot, Form], dict[Slot, Map], dict[Slot, Tensor], float]
+Measured = tuple[dict[ParamKey, PerSampleGrad], dict[ParamKey, LinearMap], dict[ParamKey, Tensor], float]
 
 
-def _measured(model: nn.Module, tape: Tape, examples: Examples, geometry: Geometry) -> Iterator[Measured]:
+def _measured(model: nn.Module, capture: GradientCapture, examples: Examples, geometry: Geometry) -> Iterator[Measured]:
     """Pass by pass: the gradients, their maps, ``‖U g_i‖²`` of each slot, and the scale of a gradient."""
     names = {p: name for name, p in model.named_parameters()}
-    for calls, scale in examples.passes(model, tape):
-        with exactly(calls[0].delta.device):
+    for calls, scale in examples.passes(model, capture):
+        with full_precision(calls[0].delta.device):
             forms = gradients(calls)
             maps = {slot: geometry.map_of(tuple(names[p] for p in slot)) for slot in forms}
             yield forms, maps, {slot: f.squared_norms(maps[slot]) * scale**2 for slot, f in forms.items()}, scale
-        tape.recycle()
+        capture.recycle()
 
 
-def _median(model: nn.Module, tape: Tape, examples: Examples, geometry: Geometry) -> float:
-    found = _measured(model, tape, examples, geometry)
+def _median(model: nn.Module, capture: GradientCapture, examples: Examples, geometry: Geometry) -> float:
+    found = _measured(model, capture, examples, geometry)
     norms = torch.cat([torch.stack(list(squared.values())).sum(0) for _, _, squared, _ in found]).sqrt()
     median = float(norms[torch.isfinite(norms)].median()) if bool(torch.isfinite(norms).any()) else 0.0
     if median <= 0:

@@ -1,7 +1,7 @@
 """Diagonal maps: AdaDPS, and the parameters that have no Kronecker form.
 
 A norm layer, an embedding or a bare parameter has no factors A and G. Left as it is beside layers whose
-gradients are whitened, it would drown: all of them share one clip and one noise. `Scaled` multiplies its
+gradients are whitened, it would drown: all of them share one clip and one noise. `DiagonalMap` multiplies its
 gradient by one number, or entry by entry. `Diagonal` does so for the whole model: AdaDPS (Li et al., ICML 2022)
 with side information from public data or from noise.
 """
@@ -17,24 +17,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dpkfc.capture.linear import conv1d_of_transformers
-from dpkfc.capture.record import add_up
 from dpkfc.errors import PrivacyError
-from dpkfc.geometry.identity import UNCHANGED, Map, Rooms
-from dpkfc.geometry.probes.infer import infer_probe
-from dpkfc.geometry.probes.probe import Probe
-from dpkfc.geometry.probes.public import Hybrid
-from dpkfc.geometry.probes.targets import Loss
+from dpkfc.geometry.identity import IDENTITY_MAP, LinearMap, Workspaces
 from dpkfc.geometry.probing import Probing, diverged, gradients
+from dpkfc.per_sample.layers.linear import conv1d_of_transformers
+from dpkfc.per_sample.record import add_up
+from dpkfc.probes.infer import infer_probe
+from dpkfc.probes.probe import Probe
+from dpkfc.probes.public import Hybrid
+from dpkfc.probes.targets import Loss
 
 if TYPE_CHECKING:
-    from dpkfc.capture.tape import Tape
+    from dpkfc.per_sample.capture import GradientCapture
 
 Names = tuple[str, ...]
 
 
 @dataclass
-class Scaled:
+class DiagonalMap:
     """``g -> s ⊙ g`` with s a number, or one tensor for each parameter of the slot."""
 
     scale: float | list[Tensor]
@@ -55,7 +55,7 @@ class Scaled:
         return isinstance(self.scale, float)
 
     def factors(
-        self, left: Tensor, right: Tensor, last: Tensor | None, rooms: Rooms | None = None
+        self, left: Tensor, right: Tensor, last: Tensor | None, workspaces: Workspaces | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         assert isinstance(self.scale, float)
         return left * self.scale, right, last
@@ -98,7 +98,7 @@ class Diagonal:
         stability: γ, absolute.
 
     >>> import dpkfc
-    >>> geometry = dpkfc.Diagonal(source=dpkfc.PinkNoise(shape=(1, 28, 28), classes=10))
+    >>> geometry = dpkfc.Diagonal(source=dpkfc.probes.PinkNoise(shape=(1, 28, 28), classes=10))
     >>> geometry.public
     True
     """
@@ -119,11 +119,11 @@ class Diagonal:
         check_numbers("Diagonal", locals(), whole=("every", "probes", "chunk"), real=("damping", "stability", "power"))
         if isinstance(source, Hybrid) or not (source is None or hasattr(source, "draw")):
             raise PrivacyError(
-                f"Diagonal: source={type(source).__name__}: pass one probe, such as dpkfc.PublicData(dataset)"
+                f"Diagonal: source={type(source).__name__}: pass one probe, such as dpkfc.probes.PublicData(dataset)"
             )
         self.source, self.every, self.damping, self.stability, self.power = source, every, damping, stability, power
         self._probing = Probing(probes, chunk, loss, seed)
-        self._maps: dict[Names, Scaled] = {}
+        self._maps: dict[Names, DiagonalMap] = {}
 
     @property
     def name(self) -> str:
@@ -134,49 +134,49 @@ class Diagonal:
     def public(self) -> bool:
         return self.source is None or self.source.public
 
-    def prepare(self, model: nn.Module, tape: Tape) -> None:
+    def prepare(self, model: nn.Module, capture: GradientCapture) -> None:
         self.source = infer_probe(model) if self.source is None else self.source
-        self._probing.try_out(model, tape, self.source)
+        self._probing.try_out(model, capture, self.source)
 
     def due(self, step: int) -> bool:
         return not self._maps or step % self.every == 0
 
-    def probe_norms(self, model: nn.Module, tape: Tape) -> Tensor | None:
+    def probe_norms(self, model: nn.Module, capture: GradientCapture) -> Tensor | None:
         assert self.source is not None
-        self.refresh(model, tape, 0)
-        return self._probing.mapped_norms(model, tape, self.source, self.map_of)
+        self.refresh(model, capture, 0)
+        return self._probing.mapped_norms(model, capture, self.source, self.map_of)
 
-    def map_of(self, parameters: Names) -> Map:
-        return self._maps.get(parameters, UNCHANGED)
+    def map_of(self, parameters: Names) -> LinearMap:
+        return self._maps.get(parameters, IDENTITY_MAP)
 
-    def after_noise(self) -> dict[Names, Map]:
+    def after_noise(self) -> dict[Names, LinearMap]:
         return {}
 
-    def refresh(self, model: nn.Module, tape: Tape, step: int) -> None:
+    def refresh(self, model: nn.Module, capture: GradientCapture, step: int) -> None:
         assert self.source is not None
         names = {p: name for name, p in model.named_parameters()}
         sums: dict[Names, list[Tensor]] = {}
         count = 0
-        for calls in self._probing.passes(model, tape, self.source, self._probing.generator(step, "diagonal")):
+        for calls in self._probing.passes(model, capture, self.source, self._probing.generator(step, "diagonal")):
             count += calls[0].batch if calls else 0
             with torch.no_grad():
                 for slot, form in gradients(calls).items():
                     key = tuple(names[p] for p in slot)
                     sums[key] = add_up([*([sums[key]] if key in sums else []), form.squares()])
-            tape.recycle()
-        transposed = {names[p] for p in transposed_weights(tape)}
+            capture.recycle()
+        transposed = {names[p] for p in transposed_weights(capture)}
         self._maps = {}
         for key, squares in sums.items():
             moments = [s / count for s in squares]
             floor = self.damping * mean_of(moments, key) + self.stability
             if floor > 0:
-                self._maps[key] = Scaled([(m + floor) ** (-self.power / 2) for m in moments], key[0] in transposed)
+                self._maps[key] = DiagonalMap([(m + floor) ** (-self.power / 2) for m in moments], key[0] in transposed)
 
     def state_dict(self) -> dict[str, Any]:
         return {"scaled": {"|".join(names): one.state() for names, one in self._maps.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._maps = {tuple(names.split("|")): Scaled(**one) for names, one in state["scaled"].items()}
+        self._maps = {tuple(names.split("|")): DiagonalMap(**one) for names, one in state["scaled"].items()}
 
 
 def mean_of(moments: list[Tensor], names: Names) -> float:
@@ -187,9 +187,9 @@ def mean_of(moments: list[Tensor], names: Names) -> float:
     return mean
 
 
-def transposed_weights(tape: Tape) -> set[nn.Parameter]:
+def transposed_weights(capture: GradientCapture) -> set[nn.Parameter]:
     """Weights that are [in, out]."""
-    return {unit.parameters["weight"] for unit in tape.units if unit.handler is conv1d_of_transformers}
+    return {unit.parameters["weight"] for unit in capture.units if unit.handler is conv1d_of_transformers}
 
 
 def check_numbers(where: str, given: dict[str, Any], whole: Sequence[str], real: Sequence[str]) -> None:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from dpkfc.capture.tape import Tape
+    from dpkfc.per_sample.capture import GradientCapture
 
 
-Rooms = tuple[Callable[[tuple[int, ...], Tensor], Tensor], Callable[[tuple[int, ...], Tensor], Tensor]]
+Workspaces = tuple[Callable[[tuple[int, ...], Tensor], Tensor], Callable[[tuple[int, ...], Tensor], Tensor]]
 
 
-class Map(Protocol):
+class LinearMap(Protocol):
     """The map of one slot: one parameter, or the weight and bias of one layer."""
 
     @property
@@ -39,7 +39,7 @@ class Map(Protocol):
         """Does the map act on the factors of a gradient one by one? Otherwise it must be formed first."""
 
     def factors(
-        self, left: Tensor, right: Tensor, last: Tensor | None, rooms: Rooms | None = None
+        self, left: Tensor, right: Tensor, last: Tensor | None, workspaces: Workspaces | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Map the factors of the gradient ``Σ_t left_t right_tᵀ`` ([B, T, features] each).
 
@@ -67,22 +67,22 @@ class Geometry(Protocol):
     def public(self) -> bool:
         """False if built from the private records: the run then reports epsilon = inf."""
 
-    def prepare(self, model: nn.Module, tape: Tape) -> None:
+    def prepare(self, model: nn.Module, capture: GradientCapture) -> None:
         """Look at the model before anything is spent, and refuse what cannot work."""
 
     def due(self, step: int) -> bool:
         """Must the maps be built anew before this step? It may depend on nothing but the number of the step."""
 
-    def refresh(self, model: nn.Module, tape: Tape, step: int) -> None:
+    def refresh(self, model: nn.Module, capture: GradientCapture, step: int) -> None:
         """Build the maps at the model's present weights."""
 
-    def probe_norms(self, model: nn.Module, tape: Tape) -> Tensor | None:
+    def probe_norms(self, model: nn.Module, capture: GradientCapture) -> Tensor | None:
         """``‖U g‖`` of probes at the model's present weights; None if there are no probes."""
 
-    def map_of(self, parameters: tuple[str, ...]) -> Map:
+    def map_of(self, parameters: tuple[str, ...]) -> LinearMap:
         """The map, before clipping, for the slot with these parameter names."""
 
-    def after_noise(self) -> dict[tuple[str, ...], Map]:
+    def after_noise(self) -> dict[tuple[str, ...], LinearMap]:
         """Maps of the noisy gradient: free post-processing."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class _Unchanged:
     factored = True
 
     def factors(
-        self, left: Tensor, right: Tensor, last: Tensor | None, rooms: Rooms | None = None
+        self, left: Tensor, right: Tensor, last: Tensor | None, workspaces: Workspaces | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         return left, right, last
 
@@ -112,7 +112,7 @@ class _Unchanged:
         return list(grads)
 
 
-UNCHANGED: Map = _Unchanged()
+IDENTITY_MAP: LinearMap = _Unchanged()
 
 
 class Identity:
@@ -121,22 +121,22 @@ class Identity:
     name = "identity (DP-SGD)"
     public = True
 
-    def prepare(self, model: nn.Module, tape: Tape) -> None:
+    def prepare(self, model: nn.Module, capture: GradientCapture) -> None:
         pass
 
     def due(self, step: int) -> bool:
         return False
 
-    def refresh(self, model: nn.Module, tape: Tape, step: int) -> None:
+    def refresh(self, model: nn.Module, capture: GradientCapture, step: int) -> None:
         pass
 
-    def probe_norms(self, model: nn.Module, tape: Tape) -> Tensor | None:
+    def probe_norms(self, model: nn.Module, capture: GradientCapture) -> Tensor | None:
         return None
 
-    def map_of(self, parameters: tuple[str, ...]) -> Map:
-        return UNCHANGED
+    def map_of(self, parameters: tuple[str, ...]) -> LinearMap:
+        return IDENTITY_MAP
 
-    def after_noise(self) -> dict[tuple[str, ...], Map]:
+    def after_noise(self) -> dict[tuple[str, ...], LinearMap]:
         return {}
 
     def state_dict(self) -> dict[str, Any]:

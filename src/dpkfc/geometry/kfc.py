@@ -27,23 +27,23 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dpkfc.capture.conv import Conv, pad_input, patches
-from dpkfc.capture.linear import as_positions, conv1d_of_transformers, linear
-from dpkfc.capture.units import Unit
 from dpkfc.errors import PrivacyError
-from dpkfc.geometry.diagonal import Scaled, check_numbers, mean_of, transposed_weights
+from dpkfc.geometry.diagonal import DiagonalMap, check_numbers, mean_of, transposed_weights
 from dpkfc.geometry.factors import Moment, Spectrum
-from dpkfc.geometry.identity import UNCHANGED, Map
-from dpkfc.geometry.kronecker import Kronecker, kronecker_from
-from dpkfc.geometry.probes.infer import infer_probe
-from dpkfc.geometry.probes.probe import Probe
-from dpkfc.geometry.probes.public import Hybrid
-from dpkfc.geometry.probes.targets import Loss
+from dpkfc.geometry.identity import IDENTITY_MAP, LinearMap
+from dpkfc.geometry.kronecker import KroneckerMap, kronecker_from
 from dpkfc.geometry.probing import Probing, diverged, gradients
+from dpkfc.per_sample.layers.conv import Conv, pad_input, patches
+from dpkfc.per_sample.layers.linear import as_positions, conv1d_of_transformers, linear
+from dpkfc.per_sample.registry import HookedModule
+from dpkfc.probes.infer import infer_probe
+from dpkfc.probes.probe import Probe
+from dpkfc.probes.public import Hybrid
+from dpkfc.probes.targets import Loss
 
 if TYPE_CHECKING:
-    from dpkfc.capture.tape import Call, Tape
-    from dpkfc.report.geometry_table import Description
+    from dpkfc.app.reports.geometry_table import Description
+    from dpkfc.per_sample.capture import GradientCapture, LayerCall
 
 Names = tuple[str, ...]
 
@@ -53,7 +53,7 @@ class Layer:
     """A layer with a Kronecker form, and what the probes have told about it."""
 
     names: Names
-    unit: Unit
+    unit: HookedModule
     groups: int
     inputs: int  # in a group, without the bias
     outputs: int  # in a group
@@ -103,7 +103,7 @@ class KFC:
         seed: of the probes. It need not be secret.
 
     >>> import dpkfc
-    >>> geometry = dpkfc.KFC(probe=dpkfc.PinkNoise(shape=(1, 28, 28), classes=10), every=50)
+    >>> geometry = dpkfc.KFC(probe=dpkfc.probes.PinkNoise(shape=(1, 28, 28), classes=10), every=50)
     >>> geometry.public
     True
     """
@@ -132,8 +132,8 @@ class KFC:
         self.factors, self.rank, self.approx, self.max_factor = factors, rank, approx, max_factor
         self.others, self.post = others, post
         self._probing = Probing(probes, chunk, loss, seed)
-        self._maps: dict[Names, Kronecker | Scaled] = {}
-        self._post: dict[Names, Kronecker] = {}
+        self._maps: dict[Names, KroneckerMap | DiagonalMap] = {}
+        self._post: dict[Names, KroneckerMap] = {}
         self._spectra: dict[Names, tuple[Spectrum, Spectrum | None]] = {}
         self._last: Refresh | None = None
 
@@ -146,24 +146,24 @@ class KFC:
     def public(self) -> bool:
         return self.probe is None or self.probe.public
 
-    def prepare(self, model: nn.Module, tape: Tape) -> None:
+    def prepare(self, model: nn.Module, capture: GradientCapture) -> None:
         self.probe = infer_probe(model) if self.probe is None else self.probe
         for source in self.probe.sources.values() if isinstance(self.probe, Hybrid) else [self.probe]:
-            self._probing.try_out(model, tape, source)
+            self._probing.try_out(model, capture, source)
 
     def due(self, step: int) -> bool:
         return not self._maps or step % self.every == 0
 
-    def probe_norms(self, model: nn.Module, tape: Tape) -> Tensor | None:
+    def probe_norms(self, model: nn.Module, capture: GradientCapture) -> Tensor | None:
         assert self.probe is not None
-        self.refresh(model, tape, 0)
+        self.refresh(model, capture, 0)
         source = next(iter(self.probe.sources.values())) if isinstance(self.probe, Hybrid) else self.probe
-        return self._probing.mapped_norms(model, tape, source, self.map_of)
+        return self._probing.mapped_norms(model, capture, source, self.map_of)
 
-    def map_of(self, parameters: Names) -> Map:
-        return self._maps.get(parameters, UNCHANGED)
+    def map_of(self, parameters: Names) -> LinearMap:
+        return self._maps.get(parameters, IDENTITY_MAP)
 
-    def after_noise(self) -> dict[Names, Map]:
+    def after_noise(self) -> dict[Names, LinearMap]:
         return dict(self._post)
 
     @property
@@ -182,7 +182,7 @@ class KFC:
         All of it is public: it follows from the probes and from weights that private steps released. Only with
         `Oracle` is it not, and the description says so.
         """
-        from dpkfc.report.geometry_table import Settings, describe
+        from dpkfc.app.reports.geometry_table import Settings, describe
 
         if self._last is None and not self._maps:
             raise PrivacyError(
@@ -195,17 +195,17 @@ class KFC:
 
     # -- the refresh
 
-    def refresh(self, model: nn.Module, tape: Tape, step: int) -> None:
+    def refresh(self, model: nn.Module, capture: GradientCapture, step: int) -> None:
         assert self.probe is not None
         start = time.perf_counter()
         names = {p: name for name, p in model.named_parameters()}
-        layers = {layer.unit: layer for layer in self._layers(tape.units, names)}
+        layers = {layer.unit: layer for layer in self._layers(capture.units, names)}
         last = Refresh(step, tuple(name for p, name in names.items() if p.requires_grad))
         sources = self.probe.sources if isinstance(self.probe, Hybrid) else {self.factors: self.probe}
-        calls: list[Call] = []
+        calls: list[LayerCall] = []
         for factors, source in sources.items():
             if factors in self.factors or self.others:
-                for calls in self._probing.passes(model, tape, source, self._probing.generator(step, factors)):
+                for calls in self._probing.passes(model, capture, source, self._probing.generator(step, factors)):
                     for unit, uses in _by_unit(calls).items():
                         if unit in layers:
                             with _timed(last, layers[unit]):
@@ -213,19 +213,19 @@ class KFC:
         generator = self._probing.generator(step, "eigenvectors")
         reference = next(p for p in model.parameters() if p.is_floating_point())
         like = torch.empty(0, dtype=torch.promote_types(reference.dtype, torch.float32), device=reference.device)
-        maps: dict[Names, Kronecker | Scaled] = {}
+        maps: dict[Names, KroneckerMap | DiagonalMap] = {}
         self._post, self._spectra = {}, {}
         with torch.no_grad():
             for layer in layers.values():
                 if layer.a_count:  # a layer that the model did not use is left as it is
                     with _timed(last, layer):
                         maps[layer.names] = self._map(layer, like, generator)
-            self._scale_others(maps, calls, names, tape)
-        tape.recycle()
+            self._scale_others(maps, calls, names, capture)
+        capture.recycle()
         last.seconds = time.perf_counter() - start
         self._maps, self._last = maps, last
 
-    def _layers(self, units: Iterable[Unit], names: dict[nn.Parameter, str]) -> list[Layer]:
+    def _layers(self, units: Iterable[HookedModule], names: dict[nn.Parameter, str]) -> list[Layer]:
         found = []
         for unit in units:
             trainable = [key for key, p in unit.parameters.items() if p.requires_grad]
@@ -234,7 +234,7 @@ class KFC:
                 found.append(layer)
         return found
 
-    def _add(self, layer: Layer, uses: list[Call], factors: str) -> None:
+    def _add(self, layer: Layer, uses: list[LayerCall], factors: str) -> None:
         """Add one pass to the factors of a layer; several uses of it are positions side by side."""
         with torch.no_grad():
             a, delta = (torch.cat(parts, 1) for parts in zip(*(_positions(layer, use) for use in uses), strict=True))
@@ -250,7 +250,7 @@ class KFC:
                 layer.g.add(_by_group(delta))
                 layer.g_count += batch
 
-    def _map(self, layer: Layer, like: Tensor, generator: torch.Generator) -> Kronecker:
+    def _map(self, layer: Layer, like: Tensor, generator: torch.Generator) -> KroneckerMap:
         settings = self.damping, self.stability, like
         for moment in (layer.a, layer.g):
             if not moment.finite():
@@ -264,15 +264,19 @@ class KFC:
         shape = (layer.inputs, layer.outputs, layer.groups, layer.transposed)
         if self.post:
             after = a.trace_keeping_root(self.post, *settings, bias=layer.bias)
-            self._post[layer.names] = Kronecker(None, after, *shape)
+            self._post[layer.names] = KroneckerMap(None, after, *shape)
         self._spectra[layer.names] = (a, g)
-        return Kronecker(left, right, *shape)
+        return KroneckerMap(left, right, *shape)
 
     def _rank_of(self, size: int) -> int | None:
         return None if self.rank is None or 2 * self.rank >= size else self.rank
 
     def _scale_others(
-        self, maps: dict[Names, Kronecker | Scaled], calls: list[Call], names: dict[nn.Parameter, str], tape: Tape
+        self,
+        maps: dict[Names, KroneckerMap | DiagonalMap],
+        calls: list[LayerCall],
+        names: dict[nn.Parameter, str],
+        capture: GradientCapture,
     ) -> None:
         """Give what has no Kronecker form the mean squared entry that mapped gradients have on the probes."""
         covered = {name for key in maps for name in key}
@@ -281,7 +285,7 @@ class KFC:
             return
         forms = {tuple(names[p] for p in slot): form for slot, form in gradients(calls).items()}
         sizes = {name: p.numel() for p, name in names.items()}
-        batch, transposed = calls[0].batch, {names[p] for p in transposed_weights(tape)}
+        batch, transposed = calls[0].batch, {names[p] for p in transposed_weights(capture)}
         mapped = [key for key in forms if key in maps]
         energy = sum(float(forms[key].squared_norms(maps[key]).sum()) for key in mapped) / batch
         if not math.isfinite(energy):
@@ -294,7 +298,7 @@ class KFC:
                 moments[key] = [s / batch for s in forms[key].squares()]
                 means[key] = mean_of(moments[key], key)
             else:
-                total = float(forms[key].squared_norms(UNCHANGED).sum())
+                total = float(forms[key].squared_norms(IDENTITY_MAP).sum())
                 if not math.isfinite(total):
                     raise diverged(key[0])
                 means[key] = total / batch / sum(sizes[name] for name in key)
@@ -304,24 +308,24 @@ class KFC:
         target = energy / entries if entries else sum(means.values()) / len(means)
         for key, mean in means.items():
             if self.others == "scalar":
-                maps[key] = Scaled((target / mean) ** (self.power / 2))
+                maps[key] = DiagonalMap((target / mean) ** (self.power / 2))
             else:
                 floor = max(self.damping, ENTRY_DAMPING) * mean
                 scales = [((m + floor) / target) ** (-self.power / 2) for m in moments[key]]
-                maps[key] = Scaled(scales, key[0] in transposed)
+                maps[key] = DiagonalMap(scales, key[0] in transposed)
 
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "kronecker": {"|".join(k): m.state() for k, m in self._maps.items() if isinstance(m, Kronecker)},
-            "scaled": {"|".join(k): m.state() for k, m in self._maps.items() if isinstance(m, Scaled)},
+            "kronecker": {"|".join(k): m.state() for k, m in self._maps.items() if isinstance(m, KroneckerMap)},
+            "scaled": {"|".join(k): m.state() for k, m in self._maps.items() if isinstance(m, DiagonalMap)},
             "post": {"|".join(k): m.state() for k, m in self._post.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._maps = {tuple(key.split("|")): kronecker_from(one) for key, one in state["kronecker"].items()}
-        self._maps |= {tuple(key.split("|")): Scaled(**one) for key, one in state["scaled"].items()}
+        self._maps |= {tuple(key.split("|")): DiagonalMap(**one) for key, one in state["scaled"].items()}
         self._post = {tuple(key.split("|")): kronecker_from(one) for key, one in state["post"].items()}
         self._spectra, self._last = {}, None  # a checkpoint holds the maps alone
 
@@ -336,14 +340,14 @@ def _timed(last: Refresh, layer: Layer) -> Iterator[None]:
     last.layer_seconds[layer.names] = last.layer_seconds.get(layer.names, 0.0) + time.perf_counter() - start
 
 
-def _by_unit(calls: list[Call]) -> dict[Unit, list[Call]]:
-    found: dict[Unit, list[Call]] = {}
+def _by_unit(calls: list[LayerCall]) -> dict[HookedModule, list[LayerCall]]:
+    found: dict[HookedModule, list[LayerCall]] = {}
     for made in calls:
         found.setdefault(made.unit, []).append(made)
     return found
 
 
-def _layer(unit: Unit, trainable: list[str], names: Names) -> Layer | None:
+def _layer(unit: HookedModule, trainable: list[str], names: Names) -> Layer | None:
     """The Kronecker form of a unit, if it has one: a matrix product over positions, with a trainable weight."""
     module = unit.module
     if unit.kind != "layer" or not unit.joint or "weight" not in trainable:
@@ -361,7 +365,7 @@ def _layer(unit: Unit, trainable: list[str], names: Names) -> Layer | None:
     return None
 
 
-def _positions(layer: Layer, use: Call) -> tuple[Tensor, Tensor]:
+def _positions(layer: Layer, use: LayerCall) -> tuple[Tensor, Tensor]:
     """a and δ of one use as [batch, T, groups, features]."""
     module, a, delta, batch = layer.unit.module, use.a, use.delta, use.batch
     assert a is not None
@@ -389,5 +393,5 @@ def _check_options(given: dict[str, Any]) -> None:
     check_numbers("KFC", given, whole, real=("damping", "stability", "power", "post"))
     if given["probe"] is not None and not hasattr(given["probe"], "draw"):
         raise PrivacyError(
-            f"KFC: probe={type(given['probe']).__name__}: pass a probe such as dpkfc.PinkNoise(shape=(1, 28, 28))"
+            f"KFC: probe={type(given['probe']).__name__}: pass a probe such as dpkfc.probes.PinkNoise(shape=(1, 28, 28))"
         )

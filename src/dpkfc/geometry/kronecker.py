@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from dpkfc.geometry.factors import Root, root_from
-from dpkfc.geometry.identity import Rooms
+from dpkfc.geometry.identity import Workspaces
 
 
 @dataclass
-class Kronecker:
+class KroneckerMap:
     """``g -> U_G g U_A`` for a weight [out, in] (or [in, out] if `transposed`), and its bias as the last column of g.
 
     A grouped convolution has a block for each group: its outputs see only the inputs of their own group. None
@@ -45,13 +45,13 @@ class Kronecker:
         return left, right
 
     def factors(
-        self, left: Tensor, right: Tensor, last: Tensor | None, rooms: Rooms | None = None
+        self, left: Tensor, right: Tensor, last: Tensor | None, workspaces: Workspaces | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """``(U_G left_t, U_A right_t)``: the factors of ``U_G (Σ_t left_t right_tᵀ) U_A``; one group only."""
         if self.right_root is not None:
-            right, last = self.right_root.right(right, last, rooms and rooms[1](tuple(right.shape), right))
+            right, last = self.right_root.right(right, last, workspaces and workspaces[1](tuple(right.shape), right))
         if self.left_root is not None:
-            left, _ = self.left_root.right(left, None, rooms and rooms[0](tuple(left.shape), left))
+            left, _ = self.left_root.right(left, None, workspaces and workspaces[0](tuple(left.shape), left))
         return left, right, last
 
     def single(self, left: Tensor, right: Tensor, last: Tensor | None) -> Tensor:
@@ -84,8 +84,8 @@ class Kronecker:
         return {"left_root": left, "right_root": right, **shape}
 
 
-def kronecker_from(state: dict[str, Any]) -> Kronecker:
+def kronecker_from(state: dict[str, Any]) -> KroneckerMap:
     """A map from its `state()`."""
-    return Kronecker(
+    return KroneckerMap(
         **{**state, "left_root": root_from(state["left_root"]), "right_root": root_from(state["right_root"])}
     )

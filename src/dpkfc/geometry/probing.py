@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from dpkfc.capture.record import Form, join
-from dpkfc.capture.tape import Call, Slot, Tape
 from dpkfc.errors import PrivacyError
-from dpkfc.geometry.identity import UNCHANGED, Map
-from dpkfc.geometry.probes.probe import Probe, call, split, tensors, to
-from dpkfc.geometry.probes.targets import Loss, probe_losses
+from dpkfc.geometry.identity import IDENTITY_MAP, LinearMap
+from dpkfc.per_sample.capture import GradientCapture, LayerCall, ParamKey
+from dpkfc.per_sample.record import PerSampleGrad, join
+from dpkfc.probes.probe import Probe, call, split, tensors, to
+from dpkfc.probes.targets import Loss, probe_losses
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Probing:
         digest = hashlib.sha256(f"dpkfc probes {self.seed} {step} {purpose}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
-    def try_out(self, model: nn.Module, tape: Tape, probe: Probe) -> None:
+    def try_out(self, model: nn.Module, capture: GradientCapture, probe: Probe) -> None:
         """Two probes through the model: a probe that does not fit is refused before anything is spent."""
         try:
-            for _ in replace(self, count=2).passes(model, tape, probe, self.generator(0, "trial")):
+            for _ in replace(self, count=2).passes(model, capture, probe, self.generator(0, "trial")):
                 pass
         except PrivacyError:
             raise
@@ -54,24 +54,26 @@ class Probing:
                 "the geometry the loss= that fits its outputs"
             ) from problem
 
-    def passes(self, model: nn.Module, tape: Tape, probe: Probe, generator: torch.Generator) -> Iterator[list[Call]]:
+    def passes(
+        self, model: nn.Module, capture: GradientCapture, probe: Probe, generator: torch.Generator
+    ) -> Iterator[list[LayerCall]]:
         """The calls (a, δ) of every unit, pass by pass. δ belongs to the *sum* of the losses: it is per sample."""
         reference = next(p for p in model.parameters() if p.is_floating_point())
         probes = to(probe.draw(self.count or probe.count, generator), reference.device, reference.dtype)
         for part in split(probes, self.chunk or -(-len(probes) // 4)):
-            with _no_trace(model, generator), tape.aside() as calls, torch.enable_grad():
+            with _no_trace(model, generator), capture.recording() as calls, torch.enable_grad():
                 output = call(model, part.inputs)
                 losses = probe_losses(self.loss, output, part, generator, getattr(probe, "classes", None))
                 losses.sum().backward()
             yield calls
 
     def mapped_norms(
-        self, model: nn.Module, tape: Tape, probe: Probe, map_of: Callable[[tuple[str, ...]], Map]
+        self, model: nn.Module, capture: GradientCapture, probe: Probe, map_of: Callable[[tuple[str, ...]], LinearMap]
     ) -> Tensor:
         """``‖U g‖`` of every probe at the present weights."""
         names = {p: name for name, p in model.named_parameters()}
         norms = []
-        for calls in self.passes(model, tape, probe, self.generator(0, "clip")):
+        for calls in self.passes(model, capture, probe, self.generator(0, "clip")):
             with torch.no_grad():
                 forms = gradients(calls).items()
                 squared = [form.squared_norms(map_of(tuple(names[p] for p in slot))) for slot, form in forms]
@@ -93,11 +95,11 @@ def _no_trace(model: nn.Module, generator: torch.Generator) -> Iterator[None]:
             buffer.copy_(before)
 
 
-def gradients(calls: list[Call]) -> dict[Slot, Form]:
+def gradients(calls: list[LayerCall]) -> dict[ParamKey, PerSampleGrad]:
     """The per-sample gradients of one pass."""
-    forms: dict[Slot, list[Form]] = {}
+    forms: dict[ParamKey, list[PerSampleGrad]] = {}
     for made in calls:
-        for slot, form in made.gradients(lambda slot: UNCHANGED):
+        for slot, form in made.gradients(lambda slot: IDENTITY_MAP):
             forms.setdefault(slot, []).append(form)
     return {slot: join(uses) for slot, uses in forms.items()}
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dpkfc.errors import PrivacyError
-from dpkfc.noise.rng import add_lanes_, add_normal_, is_key, normal_lanes
 from dpkfc.noise.series import Array
+from dpkfc.random import add_lanes_, add_normal_, is_key, normal_lanes
 
 
 class Stream(Protocol):

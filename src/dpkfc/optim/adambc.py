@@ -62,7 +62,7 @@ class DPAdamBC(Optimizer):
         settings = {"betas": betas, "floor": floor, "weight_decay": weight_decay, "noise_variance": noise_variance}
         super().__init__(params, {"lr": lr, **settings})
 
-    def learn_noise(self, noise_variance: float | None, why_unknown: str) -> None:
+    def set_noise_variance(self, noise_variance: float | None, why_unknown: str) -> None:
         """Called by `make_private` with the variance of the noise, or with the reason why it has no single one."""
         for group in self.param_groups:
             if group["noise_variance"] is None:

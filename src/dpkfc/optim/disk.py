@@ -54,11 +54,11 @@ class DiSK(Optimizer):
         super().__init__(optimizer.param_groups, {})  # the same dictionaries, so schedulers reach both
         self.defaults = optimizer.defaults
 
-    def learn_noise(self, noise_variance: float | None, why_unknown: str) -> None:
+    def set_noise_variance(self, noise_variance: float | None, why_unknown: str) -> None:
         """Called by `make_private`. The filter leaves κ / (2-κ) of the variance of independent noise."""
-        if hasattr(self.optimizer, "learn_noise"):
+        if hasattr(self.optimizer, "set_noise_variance"):
             left = None if noise_variance is None else noise_variance * self.kappa / (2 - self.kappa)
-            self.optimizer.learn_noise(left, why_unknown)
+            self.optimizer.set_noise_variance(left, why_unknown)
 
     def backward(self, closure: Callable[[], Tensor]) -> Tensor:
         """The gradients of ``closure()``, the loss of the batch: at one point, or at two, combined record by record."""

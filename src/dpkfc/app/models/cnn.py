@@ -1,0 +1,48 @@
+"""Small convolutional classifiers: the paper's MNIST network, and a tiny one for 8x8 digits."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import nn
+
+from dpkfc.app.models.declared import taking
+
+
+def paper_cnn(shape: tuple[int, int, int] = (1, 28, 28), classes: int = 10) -> nn.Sequential:
+    """The paper's four-layer CNN; for images [1, 28, 28], `fc1` reads 32 * 7 * 7 = 1568 features."""
+    channels, height, width = shape
+    network = nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(channels, 16, 3, padding=1),
+            pool1=nn.MaxPool2d(2),
+            relu1=nn.ReLU(),
+            conv2=nn.Conv2d(16, 32, 3, padding=1),
+            pool2=nn.MaxPool2d(2),
+            relu2=nn.ReLU(),
+            flatten=nn.Flatten(),
+            fc1=nn.Linear(32 * (height // 4) * (width // 4), 128),
+            relu3=nn.ReLU(),
+            fc2=nn.Linear(128, classes),
+        )
+    )
+    return taking(shape, network)
+
+
+def digits_cnn() -> nn.Sequential:
+    """A CNN of some six thousand weights for images [1, 8, 8] and 10 classes; normalised by groups, never by batch."""
+    network = nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(1, 16, 3, padding=1),
+            norm1=nn.GroupNorm(4, 16),
+            relu1=nn.ReLU(),
+            pool1=nn.MaxPool2d(2),
+            conv2=nn.Conv2d(16, 32, 3, padding=1),
+            norm2=nn.GroupNorm(4, 32),
+            relu2=nn.ReLU(),
+            pool2=nn.MaxPool2d(2),
+            flatten=nn.Flatten(),
+            fc=nn.Linear(32 * 2 * 2, 10),
+        )
+    )
+    return taking((1, 8, 8), network)

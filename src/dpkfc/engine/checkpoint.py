@@ -1,0 +1,265 @@
+"""Checkpoints: tensors in safetensors, everything else in JSON; nothing is ever unpickled.
+
+A checkpoint holds the model, the optimizer, the state of the private run, the global generators (dropout,
+augmentation), and any further object with a `state_dict`. It is written beside its final place and
+renamed, so that a kill leaves the old one or the new one. It holds the keys of future noise: keep it
+secret, and readable by its owner only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import tempfile
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpkfc.engine import lineage
+from dpkfc.engine.rng_state import get_generators, set_generators
+from dpkfc.errors import PrivacyError
+from dpkfc.random import is_key
+
+if TYPE_CHECKING:
+    from dpkfc.engine.run import PrivateRun
+
+FORMAT = 4
+STATE, TENSORS = "state.json", "tensors.safetensors"  # the files of a checkpoint
+
+
+def save(path: str | os.PathLike[str], private: PrivateRun, others: dict[str, Any]) -> None:
+    """Write the directory `path`, replacing an earlier checkpoint there, and nothing else."""
+    if private.batch_open:
+        raise PrivacyError("cannot save in the middle of a batch: save after optimizer.step()")
+    state = {
+        "model": private.model.state_dict(),
+        "optimizer": private.optimizer.state_dict(),
+        "private": private.state_dict(),
+        "generators": get_generators(),
+        "others": {name: thing.state_dict() for name, thing in others.items()},
+    }
+    tensors: dict[str, Tensor] = {}
+    tree = _pack(state, tensors, "")
+    path = Path(path)
+    for place in (path, _old(path)):
+        _demand_replaceable(place)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))  # mode 0700
+    checkpoint_id = secrets.token_hex(8)
+    try:
+        save_file(tensors, fresh / TENSORS)
+        (fresh / STATE).write_text(json.dumps({"format": FORMAT, "id": checkpoint_id, "state": tree}))
+        _swap(fresh, path)
+    finally:
+        _remove(fresh)
+    private._checkpoints.append((path.absolute(), checkpoint_id))
+
+
+def load(path: str | os.PathLike[str], private: PrivateRun, others: dict[str, Any]) -> None:
+    """Read the directory `path` into the run, its model and its optimizer. All is checked before anything changes."""
+    path = Path(path).absolute()
+    if not (path / STATE).exists():
+        path = _old(path)  # killed between the two renames of `_swap`
+    try:
+        document = json.loads((path / STATE).read_text())
+        tensors = load_file(path / TENSORS)
+    except (OSError, ValueError) as problem:
+        raise PrivacyError(f"'{path}' is not a readable checkpoint: {problem}") from problem
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        found = document.get("format") if isinstance(document, dict) else None
+        raise PrivacyError(f"'{path}' has checkpoint format {found}; this version reads {FORMAT}")
+    try:
+        state, checkpoint_id = _unpack(document["state"], tensors), str(document["id"])
+        parts = [state[name] for name in ("model", "optimizer", "private", "generators", "others")]
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        raise PrivacyError(f"'{path}' is not a readable checkpoint: {problem!r} is missing or damaged") from problem
+    model, optimizer, run, generators, further = parts
+    unknown = set(others) ^ set(further)
+    if unknown:
+        raise PrivacyError(
+            f"checkpoint and call disagree about: {', '.join(sorted(unknown))}. Pass the same keyword "
+            "arguments to save and load"
+        )
+    private._check_state(run)
+    _check_model(private.model, model)
+    _check_optimizer(private.optimizer, optimizer)
+    again = lineage.marker(path, checkpoint_id).exists()
+    private._continue(run, fresh=again)  # first: if what follows fails, the steps of its weights are counted
+    private._checkpoints = [] if again else [(path, checkpoint_id)]
+    if again and private.charged == run["step"] + run["lost_steps"]:
+        warnings.warn(lineage.continued_before(path), stacklevel=3)
+    private.model.load_state_dict(model)
+    private.optimizer.load_state_dict(optimizer)
+    for name, thing in others.items():
+        thing.load_state_dict(further[name])
+    set_generators(generators)
+
+
+def claim(folder: Path, checkpoint_id: str) -> bool | None:
+    """Record that the checkpoint with this id, in this folder, is continued: see `lineage.claim`."""
+
+    def is_there() -> bool:
+        try:
+            return bool(json.loads((folder / STATE).read_text())["id"] == checkpoint_id)
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    return lineage.claim(folder, checkpoint_id, is_there)
+
+
+def check_run_state(state: Any, steps: int) -> None:
+    """Refuse a state of a run with numbers or keys that no run can have written."""
+    wanted: dict[str, Callable[[Any], bool]] = {
+        "plan": lambda value: isinstance(value, dict),
+        "step": lambda value: type(value) is int and 0 <= value <= steps,
+        "lost_steps": lambda value: type(value) is int and 0 <= value <= steps,
+        "key": is_key,
+        "groups": is_key,
+        "run": lambda value: isinstance(value, str) and bool(value),
+        "weights": is_key,
+        "salt": lambda value: value == "" or is_key(value),
+        "not_private": lambda value: (
+            isinstance(value, dict)
+            and set(value) == {"samples", "clipped", "non_finite"}
+            and all(type(count) is int and count >= 0 for count in value.values())
+        ),
+        "geometry": lambda value: isinstance(value, dict),
+        "noise": lambda value: isinstance(value, dict),
+    }
+    if not isinstance(state, dict):
+        raise PrivacyError(f"the state of a run is a dict, not {type(state).__name__}: it is damaged")
+    bad = [name for name, sound in wanted.items() if name not in state or not sound(state[name])]
+    if not bad and state["step"] + state["lost_steps"] > steps:
+        bad = ["step + lost_steps"]
+    if not bad and state["noise"].get("next", 0) > state["step"] + state["lost_steps"]:
+        bad = ["noise: next"]
+    if bad:
+        raise PrivacyError(
+            f"the state of the run cannot be right: {', '.join(bad)} missing, of another kind or out of range. It is "
+            "damaged or was changed: restore it from a backup. Nothing was changed here"
+        )
+
+
+def _check_model(model: nn.Module, state: Any) -> None:
+    own = model.state_dict()
+    missing, unknown = [name for name in own if name not in state], [name for name in state if name not in own]
+    other = [name for name in own if name in state and state[name].shape != own[name].shape]
+    if missing or unknown or other:
+        raise PrivacyError(
+            "the checkpoint belongs to another model: "
+            + "; ".join(
+                f"{what} {', '.join(names[:8])}"
+                for what, names in (("missing", missing), ("unknown", unknown), ("of another shape", other))
+                if names
+            )
+            + ". Build the model as it was. Nothing was changed"
+        )
+
+
+def _check_optimizer(optimizer: Optimizer, state: Any) -> None:
+    found = state.get("optimizer", state) if "param_groups" not in state else state  # DiSK keeps both
+    given = [len(group["params"]) for group in found["param_groups"]]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if given != own:
+        raise PrivacyError(
+            f"the checkpoint's optimizer has parameter groups of {given} parameters, this one of {own}: build it as it "
+            "was. Nothing was changed"
+        )
+
+
+def discard(path: Path) -> None:
+    """Remove the checkpoint, which is a secret, and all that a kill may have left of others in its place."""
+    for place in (path, _old(path), *path.parent.glob(f".{path.name}.*")):
+        if place.is_dir() and any(place.iterdir()) and not _foreign(place):
+            _remove(place)
+
+
+def _old(path: Path) -> Path:
+    return path.with_name(path.name + ".old")
+
+
+def _foreign(folder: Path) -> list[str]:
+    """What is in the folder and was not written by `save`, or by a run that was continued from it."""
+    return sorted(
+        place.name for place in folder.iterdir() if place.name not in (STATE, TENSORS) and not _is_marker(place)
+    )
+
+
+def _is_marker(place: Path) -> bool:
+    return place.name.startswith("continued.") and place.is_file() and place.stat().st_size == 0
+
+
+def _demand_replaceable(path: Path) -> None:
+    """Only a checkpoint, and an empty folder, may be replaced."""
+    if not path.exists() and not path.is_symlink():
+        return
+    if path.is_symlink() or not path.is_dir():
+        raise PrivacyError(f"'{path}' exists and is no checkpoint: it was left as it is. Choose another path")
+    foreign = _foreign(path)
+    if foreign:
+        raise PrivacyError(
+            f"'{path}' holds files that are no part of a checkpoint ({', '.join(foreign[:5])}): it was left as it is. "
+            "Choose another path to save to, or move them away"
+        )
+
+
+def _remove(folder: Path) -> None:
+    """The files of a checkpoint, and the folder if nothing else is in it."""
+    if not folder.is_dir():
+        return
+    for place in folder.iterdir():
+        if place.name in (STATE, TENSORS) or _is_marker(place):
+            place.unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _swap(fresh: Path, path: Path) -> None:
+    if path.exists():
+        old = _old(path)
+        _remove(old)
+        os.replace(path, old)
+        os.replace(fresh, path)
+        _remove(old)
+    else:
+        os.replace(fresh, path)
+
+
+def _pack(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
+    """A JSON tree with every tensor replaced by its name; dictionaries keep their key types."""
+    if isinstance(value, Tensor):
+        tensors[place] = value.detach().clone().contiguous()
+        return {"tensor": place}
+    if isinstance(value, dict):
+        return {"dict": [[key, _pack(item, tensors, f"{place}/{key}")] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [_pack(item, tensors, f"{place}/{k}") for k, item in enumerate(value)]}
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"value": value}
+    raise PrivacyError(
+        f"cannot write {type(value).__name__} at '{place}' to a checkpoint: states must be made of tensors, "
+        "numbers, strings, lists and dictionaries"
+    )
+
+
+def _unpack(tree: Any, tensors: dict[str, Tensor]) -> Any:
+    ((kind, content),) = tree.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {key: _unpack(item, tensors) for key, item in content}
+    if kind in ("list", "tuple"):
+        items = [_unpack(item, tensors) for item in content]
+        return items if kind == "list" else tuple(items)
+    return content

@@ -1,0 +1,93 @@
+"""Are the per-sample gradients of two passes the same?
+
+Both passes are captured as usual. Two things are compared: the norm of each record's gradient, and one weighted sum of
+all gradients. With random weights, differences of several records do not cancel in the sum but by chance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpkfc.per_sample.capture import CapturedGrads, ParamKey
+from dpkfc.per_sample.record import full_precision
+
+SMALL = 1e-2  # norms below this fraction of the largest are compared on the scale of that fraction
+
+
+@dataclass
+class Fingerprint:
+    """Norms and a weighted sum of per-sample gradients, for comparison."""
+
+    norms: Tensor  # [batch], of every record
+    weights: Tensor  # [batch]
+    sums: dict[ParamKey, list[Tensor]]  # Σ_i weight_i g_i
+    eps: float  # of the coarsest dtype that the gradients were computed in
+
+    @staticmethod
+    def of(captured: CapturedGrads, weights: Tensor, scale: float = 1.0) -> Fingerprint:
+        """Fingerprint of the captured gradients, multiplied by `scale`."""
+        squared = captured.squared_norms
+        assert squared is not None
+        with full_precision(squared.device):
+            weights = weights.to(squared.device, squared.dtype)
+            finite = torch.isfinite(squared)
+            sums = {}
+            for slot, form in captured.forms.items():
+                kept = form if bool(finite.all()) else form.masked(finite)
+                sums[slot] = kept.weighted_sum(weights * finite * scale)
+            return Fingerprint(squared.clamp(min=0).sqrt() * scale, weights, sums, captured.eps)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How the gradients of one pass differ from those of another."""
+
+    ratio: float  # of the norms, the median over the records
+    share: float  # of the gradient, that differs
+    slot: ParamKey | None  # where most of it is
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The part of a gradient that may differ: `least`, or more where a coarse dtype rounds more."""
+
+    least: float
+    roundings: float  # in units of the dtype's eps
+
+    def limit(self, eps: float) -> float:
+        return max(self.least, self.roundings * eps)
+
+
+EXACT = Tolerance(1e-4, roundings=0.5)  # the same computation, value by value: 0.4 % in bfloat16
+SAME = Tolerance(1e-3, roundings=16)  # kernels, or the extent of autocast, may differ: 12 % in bfloat16
+
+
+def difference(one: Fingerprint, other: Fingerprint, tolerance: Tolerance) -> Difference | None:
+    """How the gradients of the records with a non-zero weight differ, or None if they agree."""
+    limit = tolerance.limit(max(one.eps, other.eps))
+    rows = one.weights != 0
+    norms, others = one.norms[rows], other.norms[rows]
+    finite = torch.isfinite(norms) & torch.isfinite(others)
+    same_rows = bool((torch.isfinite(norms) == torch.isfinite(others)).all())
+    norms, others = norms[finite], others[finite]
+    larger = torch.maximum(norms, others)
+    size = float((larger * one.weights[rows][finite].abs()).norm())
+    apart = {slot: _distance(one.sums.get(slot), other.sums.get(slot)) for slot in {**one.sums, **other.sums}}
+    worst = max(apart, key=lambda slot: apart[slot], default=None)
+    total = sum(distance**2 for distance in apart.values()) ** 0.5
+    same = same_rows and total <= limit * size
+    if same and len(norms):
+        same = bool(((norms - others).abs() <= limit * larger.clamp(min=SMALL * float(larger.max()))).all())
+    if same:
+        return None
+    ratios = (norms / others)[others > 0]
+    return Difference(float(ratios.median()) if len(ratios) else float("nan"), total / size if size else 1.0, worst)
+
+
+def _distance(one: list[Tensor] | None, other: list[Tensor] | None) -> float:
+    if one is None or other is None:
+        return float(torch.stack([x.norm() for x in one or other or []]).norm())
+    return float(torch.stack([(x - y).norm() for x, y in zip(one, other, strict=True)]).norm())

@@ -1,8 +1,0 @@
-"""The models that the experiments and benchmarks train; ordinary `nn.Module`s, none of them knows of privacy."""
-
-from dpkfc.models.cnn import digits_cnn, paper_cnn
-from dpkfc.models.mlp import mlp
-from dpkfc.models.resnet import groupnorm_resnet
-from dpkfc.models.transformer import tiny_vit
-
-__all__ = ["digits_cnn", "groupnorm_resnet", "mlp", "paper_cnn", "tiny_vit"]
