@@ -46,7 +46,11 @@ class Worker:
     """The arm of one checkout, in a process of its own."""
 
     def __init__(self, checkout: Path, workload: str, arm: str, threads: int) -> None:
-        environment = {**os.environ, **ALLOCATOR, "PYTHONPATH": f"{checkout}{os.pathsep}{checkout / 'src'}"}
+        environment = {
+            **os.environ,
+            **ALLOCATOR,
+            "PYTHONPATH": f"{checkout}{os.pathsep}{checkout / 'src'}",
+        }
         self.process = subprocess.Popen(
             [sys.executable, "-c", WORKER, workload, arm, str(threads)],
             cwd=checkout,
@@ -101,7 +105,9 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("commit", help="what this checkout is compared with")
     parser.add_argument("--workloads", default="mlp,cnn,resnet")
     parser.add_argument("--arms", default="dpkfc,dpkfc_kfc")
@@ -112,7 +118,11 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         other = Path(folder) / "other"
-        subprocess.run(["git", "worktree", "add", "--detach", "--quiet", other, given.commit], cwd=HERE, check=True)
+        subprocess.run(
+            ["git", "worktree", "add", "--detach", "--quiet", other, given.commit],
+            cwd=HERE,
+            check=True,
+        )
         try:
             for workload in given.workloads.split(","):
                 for arm in given.arms.split(","):

@@ -64,17 +64,28 @@ def long(tokens: int, batch_size: int, steps: int) -> Workload:
     def build() -> nn.Module:
         blocks = (Block(256, heads=4) for _ in range(2))
         return nn.Sequential(
-            nn.Embedding(VOCABULARY, 256), *blocks, nn.LayerNorm(256), MeanPool(), nn.Linear(256, CLASSES)
+            nn.Embedding(VOCABULARY, 256),
+            *blocks,
+            nn.LayerNorm(256),
+            MeanPool(),
+            nn.Linear(256, CLASSES),
         )
 
     return Workload(
-        batch_size, steps, build, batch, Tokens(VOCABULARY, tokens, mask=None, classes=CLASSES, count=batch_size)
+        batch_size,
+        steps,
+        build,
+        batch,
+        Tokens(VOCABULARY, tokens, mask=None, classes=CLASSES, count=batch_size),
     )
 
 
 SWEEPS = {
     "width": Sweep(
-        "Perceptron, batch 128", (256, 512, 1024, 2048, 4096), 4096, lambda width, steps: wide(width, 128, steps)
+        "Perceptron, batch 128",
+        (256, 512, 1024, 2048, 4096),
+        4096,
+        lambda width, steps: wide(width, 128, steps),
     ),
     "tokens": Sweep(
         "Transformer, width 256, batch 8",
@@ -92,7 +103,9 @@ SWEEPS = {
 QUICK = {"width": (64, 128), "tokens": (8, 16), "batch": (8, 16)}
 
 
-def run(sizes: Mapping[str, Sequence[int]], rounds: int, threads: int, most: int | None = None) -> dict[str, Any]:
+def run(
+    sizes: Mapping[str, Sequence[int]], rounds: int, threads: int, most: int | None = None
+) -> dict[str, Any]:
     """Measure the named sweeps at `sizes`, with at most `most` steps in a row; the result is what `--json` saves."""
     torch.set_num_threads(threads)
     results: dict[str, dict[str, Any]] = {}
@@ -117,7 +130,8 @@ def run(sizes: Mapping[str, Sequence[int]], rounds: int, threads: int, most: int
 def table(result: dict[str, Any]) -> Table:
     """One row a size: the seconds of an ordinary step, the ratios to it, and a refresh counted in such steps."""
     drawn = Table(
-        title=f"One training step, refresh every {EVERY} included", caption="refresh: the time of one, in steps of sgd"
+        title=f"One training step, refresh every {EVERY} included",
+        caption="refresh: the time of one, in steps of sgd",
     )
     for heading in ("", "size", "sgd seconds", *(f"{arm} x sgd" for arm in ARMS[1:]), "refresh"):
         drawn.add_column(heading, justify="right" if heading else "left", no_wrap=True)
@@ -146,13 +160,25 @@ def plot(result: dict[str, Any], file: Path) -> None:
 
     sweeps = result["sweeps"]
     figure, panels = plt.subplots(
-        2, len(sweeps), figsize=(4.2 * len(sweeps), 6.5), sharex="col", squeeze=False, layout="constrained"
+        2,
+        len(sweeps),
+        figsize=(4.2 * len(sweeps), 6.5),
+        sharex="col",
+        squeeze=False,
+        layout="constrained",
     )
     for (name, points), seconds, ratios in zip(sweeps.items(), panels[0], panels[1], strict=True):
         sizes = [int(size) for size in points]
-        for arm, colour in zip(ARMS, ("black", "C2", "C3"), strict=True):  # as in the plot of `benchmarks.speed`
+        for arm, colour in zip(
+            ARMS, ("black", "C2", "C3"), strict=True
+        ):  # as in the plot of `benchmarks.speed`
             style = {"marker": "o", "markersize": 4, "color": colour}
-            seconds.plot(sizes, [p[arm].get("seconds", math.nan) for p in points.values()], label=arm, **style)
+            seconds.plot(
+                sizes,
+                [p[arm].get("seconds", math.nan) for p in points.values()],
+                label=arm,
+                **style,
+            )
             ratios.plot(sizes, [_ratio(p[arm]) for p in points.values()], **style)
         for panel in (seconds, ratios):
             panel.set_xscale("log", base=2)
@@ -162,7 +188,9 @@ def plot(result: dict[str, Any], file: Path) -> None:
         ratios.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
         ratios.set_xlabel(name)
         seconds.set_title(result["settings"]["sweeps"][name])
-    known = [_ratio(arm) for points in sweeps.values() for p in points.values() for arm in p.values()]
+    known = [
+        _ratio(arm) for points in sweeps.values() for p in points.values() for arm in p.values()
+    ]
     highest = max(ratio for ratio in [1.0, *known] if not math.isnan(ratio))
     ticks = [tick for tick in (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if tick <= 1.3 * highest]
     for panel in panels[1]:
@@ -172,16 +200,28 @@ def plot(result: dict[str, Any], file: Path) -> None:
         panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     panels[0][0].set_ylabel("seconds of a step")
     panels[1][0].set_ylabel("ratio to ordinary SGD")
-    figure.legend(*panels[0][0].get_legend_handles_labels(), ncols=len(ARMS), loc="outside upper center")
+    figure.legend(
+        *panels[0][0].get_legend_handles_labels(), ncols=len(ARMS), loc="outside upper center"
+    )
     figure.savefig(file, dpi=150)
     plt.close(figure)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where the figures go")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw them (needs matplotlib)")
-    parser.add_argument("--quick", action="store_true", help="two small sizes each, one round: a trial of the program")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.growth", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument(
+        "--json", type=Path, required=True, metavar="FILE", help="where the figures go"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="also draw them (needs matplotlib)"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="two small sizes each, one round: a trial of the program",
+    )
     parser.add_argument("--rounds", type=positive, default=5, help="timing rounds (default 5)")
     parser.add_argument("--threads", type=positive, default=2, help="torch threads (default 2)")
     chosen = parser.parse_args(arguments)
@@ -189,12 +229,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chosen.quick:
         result = run(QUICK, 1, chosen.threads, most=2)
     else:
-        result = run({name: sweep.sizes for name, sweep in SWEEPS.items()}, chosen.rounds, chosen.threads)
+        result = run(
+            {name: sweep.sizes for name, sweep in SWEEPS.items()}, chosen.rounds, chosen.threads
+        )
     chosen.json.write_text(json.dumps(result, indent=2) + "\n")
     console = Console()
     console.print(table(result))
     for name, points in result["sweeps"].items():
-        for remark in remarks({"workloads": {f"{name} {size}": arms for size, arms in points.items()}}):
+        for remark in remarks(
+            {"workloads": {f"{name} {size}": arms for size, arms in points.items()}}
+        ):
             console.print(remark, markup=False, highlight=False, soft_wrap=True)
     if chosen.plot:
         plot(result, chosen.plot)

@@ -33,7 +33,10 @@ STREAMS: dict[str, Noise] = {
     "buffered, 2 buffers": dpkfc.noise.BufferedToeplitz(2),
 }
 PLANS: list[tuple[str, Noise, int]] = [
-    *(("square root, 100 bands", dpkfc.noise.BandedSquareRoot(100), n) for n in (10_000, 100_000, 1_000_000)),
+    *(
+        ("square root, 100 bands", dpkfc.noise.BandedSquareRoot(100), n)
+        for n in (10_000, 100_000, 1_000_000)
+    ),
     ("optimised Toeplitz, 100 bands", dpkfc.noise.BandedToeplitz(100), 2000),
     ("buffered, 2 buffers", dpkfc.noise.BufferedToeplitz(2), 2000),
 ]
@@ -85,16 +88,25 @@ def plan(noise: Noise, n: int, separation: int) -> Callable[[], object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     console = Console()
-    table = Table("numbers", "keyed stream, ns each", "torch normal_, ns each", "ratio", title="Drawing")
+    table = Table(
+        "numbers", "keyed stream, ns each", "torch normal_, ns each", "ratio", title="Drawing"
+    )
     for size in SIZES:
         ours, theirs = drawing(size, options.turns)
-        table.add_row(f"{size:,}", f"{ours / size * 1e9:.2f}", f"{theirs / size * 1e9:.2f}", f"{ours / theirs:.2f}")
+        table.add_row(
+            f"{size:,}",
+            f"{ours / size * 1e9:.2f}",
+            f"{theirs / size * 1e9:.2f}",
+            f"{ours / theirs:.2f}",
+        )
     console.print(table)
 
     arms = {"torch normal_ alone": dpkfc.noise.Independent(), **STREAMS}
@@ -102,7 +114,12 @@ def main() -> None:
     steps = [step(noise, PARAMETERS) for noise in arms.values()]
     steps[0] = lambda: target.add_(torch.empty(PARAMETERS).normal_(generator=generator))
     times = alternate(steps, options.turns)
-    table = Table("noise", "ms a step", "relative to drawing", title=f"A step of noise for {PARAMETERS:,} parameters")
+    table = Table(
+        "noise",
+        "ms a step",
+        "relative to drawing",
+        title=f"A step of noise for {PARAMETERS:,} parameters",
+    )
     for name, time_ in zip(arms, times, strict=True):
         table.add_row(name, f"{time_ * 1e3:.1f}", f"{time_ / times[1]:.2f}")
     console.print(table)

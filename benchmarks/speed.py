@@ -60,7 +60,12 @@ LEARNING_RATE, MOMENTUM = 0.01, 0.9
 LONG = 100_000  # steps of a plan: the few at which a run compares its loop with the declared loss are then rare
 EVERY = 50  # steps from one refresh of DP-KFC to the next
 DISTURBED = 1.5  # the median over the best round from which a time is called disturbed
-PACKAGES = ("dpkfc", "opacus", "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2")
+PACKAGES = (
+    "dpkfc",
+    "opacus",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+)
 
 # glibc hands every tensor above this size back at once, so that a peak is live memory and not the heap's luck: the
 # reading repeats to 1 MB, and without it only to 15%. The memory runs of all arms have it, the timed ones do not.
@@ -113,13 +118,17 @@ def opacus_ghost(workload: Workload, model: nn.Module, batch: Record, steps: int
     from opacus.optimizers import DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
-    wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=CLIP, use_ghost_clipping=True)
+    wrapped = GradSampleModuleFastGradientClipping(
+        model, max_grad_norm=CLIP, use_ghost_clipping=True
+    )
     optimizer = DPOptimizerFastGradientClipping(_optimizer(model), **_opacus_noise(workload))
     criterion = DPLossFastGradientClipping(wrapped, optimizer, nn.CrossEntropyLoss())
 
     def step() -> None:
         logits = workload.logits(wrapped, batch)
-        _finish(criterion(logits.flatten(0, -2), batch[-1].flatten(), shape=logits.shape), optimizer)
+        _finish(
+            criterion(logits.flatten(0, -2), batch[-1].flatten(), shape=logits.shape), optimizer
+        )
 
     return Arm(step)
 
@@ -154,7 +163,9 @@ class OnDemand(KFC):
 ARMS = {arm.__name__: arm for arm in (sgd, opacus_hooks, opacus_ghost, dpkfc, dpkfc_kfc)}
 
 
-def _private(workload: Workload, model: nn.Module, batch: Record, steps: int, geometry: Geometry) -> Step:
+def _private(
+    workload: Workload, model: nn.Module, batch: Record, steps: int, geometry: Geometry
+) -> Step:
     """dpkfc, its loader included. With one batch of records at sampling rate 1, Poisson batches are the whole of it."""
     optimizer = _optimizer(model)
     private = make_private(
@@ -183,7 +194,11 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _opacus_noise(workload: Workload) -> dict[str, Any]:
-    return dict(noise_multiplier=NOISE_MULTIPLIER, max_grad_norm=CLIP, expected_batch_size=workload.batch_size)
+    return dict(
+        noise_multiplier=NOISE_MULTIPLIER,
+        max_grad_norm=CLIP,
+        expected_batch_size=workload.batch_size,
+    )
 
 
 def _finish(loss_of_batch: Any, optimizer: Any) -> None:
@@ -195,7 +210,9 @@ def _finish(loss_of_batch: Any, optimizer: Any) -> None:
 # Time.
 
 
-def time_workload(workload: Workload, arms: Sequence[str], rounds: int, warmup: int) -> dict[str, Figures]:
+def time_workload(
+    workload: Workload, arms: Sequence[str], rounds: int, warmup: int
+) -> dict[str, Figures]:
     """The seconds of a step for each arm, measured in turns: the median over rounds, and the best."""
     torch.manual_seed(0)
     model, batch = workload.build().train(), workload.batch(workload.batch_size)
@@ -261,12 +278,16 @@ def memory_of(name: str, arm: str, steps: int, threads: int) -> Figures:
     call = f"from benchmarks.speed import report_memory; report_memory({name!r}, {arm!r}, {steps}, {threads})"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", call],
-        env=os.environ | ALLOCATOR | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+        env=os.environ
+        | ALLOCATOR
+        | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
         capture_output=True,
         text=True,
     )
     if done.returncode:
-        complaint = done.stderr.strip().splitlines() or [f"memory run ended with code {done.returncode}"]
+        complaint = done.stderr.strip().splitlines() or [
+            f"memory run ended with code {done.returncode}"
+        ]
         return {"error": complaint[-1][:200]}
     figures: Figures = json.loads(done.stdout.splitlines()[-1])
     return figures
@@ -282,7 +303,9 @@ def report_memory(name: str, arm: str, steps: int, threads: int) -> None:
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     workload = WORKLOADS[name]
-    taking = ARMS[arm](workload, workload.build().train(), workload.batch(workload.batch_size), steps)
+    taking = ARMS[arm](
+        workload, workload.build().train(), workload.batch(workload.batch_size), steps
+    )
     _take(taking.step, steps - 1)
     _take(taking.refresh or taking.step, 1)
     print(json.dumps({"peak_mb": _resident_mb("VmHWM"), "baseline_mb": baseline}))
@@ -296,7 +319,11 @@ def _resident_mb(field: str) -> float:
     """
     status = Path("/proc/self/status")
     if status.exists():
-        return next(int(line.split()[1]) / 1024 for line in status.read_text().splitlines() if line.startswith(field))
+        return next(
+            int(line.split()[1]) / 1024
+            for line in status.read_text().splitlines()
+            if line.startswith(field)
+        )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (1024**2 if sys.platform == "darwin" else 1024)
 
@@ -305,7 +332,12 @@ def _resident_mb(field: str) -> float:
 
 
 def run(
-    workloads: Sequence[str], arms: Sequence[str], rounds: int, threads: int, warmup: int = 1, memory_steps: int = 2
+    workloads: Sequence[str],
+    arms: Sequence[str],
+    rounds: int,
+    threads: int,
+    warmup: int = 1,
+    memory_steps: int = 2,
 ) -> dict[str, Any]:
     """Measure everything; the result is what `--json` saves."""
     torch.set_num_threads(threads)
@@ -351,7 +383,8 @@ def with_ratios(figures: dict[str, Figures]) -> dict[str, Figures]:
         if "peak_mb" in arm:
             arm["ratio"] |= {
                 "peak_mb": arm["peak_mb"] / ordinary["peak_mb"],
-                "net_mb": (arm["peak_mb"] - arm["baseline_mb"]) / (ordinary["peak_mb"] - ordinary["baseline_mb"]),
+                "net_mb": (arm["peak_mb"] - arm["baseline_mb"])
+                / (ordinary["peak_mb"] - ordinary["baseline_mb"]),
             }
         if "seconds_refresh" in arm:
             arm["refresh_in_steps"] = arm["seconds_refresh"] / ordinary["seconds"]
@@ -398,7 +431,9 @@ def remarks(result: dict[str, Any]) -> list[str]:
             if "error" in figures:
                 notes.append(f"{name}, {arm}: {figures['error']}")
             elif figures["seconds"] > DISTURBED * figures["seconds_best"]:
-                notes.append(f"{name}, {arm}: disturbed, the best round took {figures['seconds_best']:.4f} s a step")
+                notes.append(
+                    f"{name}, {arm}: disturbed, the best round took {figures['seconds_best']:.4f} s a step"
+                )
     return notes
 
 
@@ -424,13 +459,24 @@ def plot(result: dict[str, Any], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     workloads = result["workloads"]
-    arms = list(dict.fromkeys(arm for figures in workloads.values() for arm in figures if arm != "sgd"))
+    arms = list(
+        dict.fromkeys(arm for figures in workloads.values() for arm in figures if arm != "sgd")
+    )
     colours = {arm: f"C{index}" for index, arm in enumerate(arms)}
-    refreshed = [arm for arm in arms if any("refresh_in_steps" in figures[arm] for figures in workloads.values())]
+    refreshed = [
+        arm
+        for arm in arms
+        if any("refresh_in_steps" in figures[arm] for figures in workloads.values())
+    ]
     rows = 3 if refreshed else 2
-    figure, panels = plt.subplots(rows, 1, figsize=(10, 3.2 * rows), sharex=True, layout="constrained")
+    figure, panels = plt.subplots(
+        rows, 1, figsize=(10, 3.2 * rows), sharex=True, layout="constrained"
+    )
     for panel, quantity in zip(panels, ("seconds", "net_mb"), strict=False):
-        ratios = {arm: [f[arm].get("ratio", {}).get(quantity, math.nan) for f in workloads.values()] for arm in arms}
+        ratios = {
+            arm: [f[arm].get("ratio", {}).get(quantity, math.nan) for f in workloads.values()]
+            for arm in arms
+        }
         _bars(panel, ratios, colours)
         panel.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
         panel.set_yscale("log")
@@ -438,15 +484,22 @@ def plot(result: dict[str, Any], file: Path) -> None:
         panel.set_ylim(bottom=0.5)
         panel.set_ylabel("ratio to ordinary SGD")
     every = result["settings"]["refresh_every"]
-    panels[0].set_title(f"Time of a step (with 1/{every} of a refresh)" if refreshed else "Time of a step")
+    panels[0].set_title(
+        f"Time of a step (with 1/{every} of a refresh)" if refreshed else "Time of a step"
+    )
     panels[1].set_title("Peak memory above imports")
     if refreshed:
-        costs = {arm: [f[arm].get("refresh_in_steps", math.nan) for f in workloads.values()] for arm in refreshed}
+        costs = {
+            arm: [f[arm].get("refresh_in_steps", math.nan) for f in workloads.values()]
+            for arm in refreshed
+        }
         _bars(panels[2], costs, colours)
         panels[2].margins(y=0.15)
         panels[2].set_ylabel("ordinary SGD steps")
         panels[2].set_title("Time of one refresh")
-    figure.legend(*panels[0].get_legend_handles_labels(), ncols=len(arms), loc="outside upper center")
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), ncols=len(arms), loc="outside upper center"
+    )
     panels[-1].set_xticks(range(len(workloads)), list(workloads))
     panels[-1].set_xlim(-0.5, len(workloads) - 0.5)
     figure.savefig(file, dpi=150)
@@ -461,21 +514,37 @@ def _bars(panel: Any, heights: dict[str, list[float]], colours: dict[str, str]) 
         panel.bar(places, values, width, label=arm, color=colours[arm])
         for place, value in zip(places, values, strict=True):
             label, height = ("n/a", 1.0) if math.isnan(value) else (f"{value:.1f}", value)
-            panel.annotate(label, (place, height), (0, 2), textcoords="offset points", ha="center", fontsize=8)
+            panel.annotate(
+                label, (place, height), (0, 2), textcoords="offset points", ha="center", fontsize=8
+            )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where the figures go")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw the ratios (needs matplotlib)")
-    parser.add_argument(
-        "--workloads", type=names_among(WORKLOADS), default=list(WORKLOADS), metavar="A,B", help="default: all"
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.speed", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--arms", type=names_among(ARMS), default=list(ARMS), metavar="A,B", help="default: all")
+    parser.add_argument(
+        "--json", type=Path, required=True, metavar="FILE", help="where the figures go"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="also draw the ratios (needs matplotlib)"
+    )
+    parser.add_argument(
+        "--workloads",
+        type=names_among(WORKLOADS),
+        default=list(WORKLOADS),
+        metavar="A,B",
+        help="default: all",
+    )
+    parser.add_argument(
+        "--arms", type=names_among(ARMS), default=list(ARMS), metavar="A,B", help="default: all"
+    )
     parser.add_argument("--rounds", type=positive, default=7, help="timing rounds (default 7)")
     parser.add_argument("--threads", type=positive, default=2, help="torch threads (default 2)")
     chosen = parser.parse_args(arguments)
-    warnings.filterwarnings("ignore")  # Opacus and torch warn of hooks and insecure noise on every arm
+    warnings.filterwarnings(
+        "ignore"
+    )  # Opacus and torch warn of hooks and insecure noise on every arm
     result = run(chosen.workloads, chosen.arms, chosen.rounds, chosen.threads)
     chosen.json.write_text(json.dumps(result, indent=2) + "\n")
     console = Console()

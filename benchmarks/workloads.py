@@ -49,7 +49,10 @@ def loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def images(channels: int, size: int) -> Callable[[int], Record]:
-    return lambda batch_size: (torch.randn(batch_size, channels, size, size), torch.randint(10, (batch_size,)))
+    return lambda batch_size: (
+        torch.randn(batch_size, channels, size, size),
+        torch.randint(10, (batch_size,)),
+    )
 
 
 def pink(channels: int, size: int, count: int) -> Probe:
@@ -59,13 +62,24 @@ def pink(channels: int, size: int, count: int) -> Probe:
 def sentences(batch_size: int) -> Record:
     """input_ids, attention_mask, token_type_ids, position_ids, label."""
     ids = torch.randint(1, BERT_VOCABULARY, (batch_size, TOKENS))
-    return ids, torch.ones_like(ids), torch.zeros_like(ids), positions(batch_size), torch.randint(2, (batch_size,))
+    return (
+        ids,
+        torch.ones_like(ids),
+        torch.zeros_like(ids),
+        positions(batch_size),
+        torch.randint(2, (batch_size,)),
+    )
 
 
 def texts(batch_size: int) -> Record:
     """input_ids, attention_mask, position_ids, and the next token at every position."""
     ids = torch.randint(GPT2_VOCABULARY, (batch_size, TOKENS + 1))
-    return ids[:, :-1].clone(), torch.ones(batch_size, TOKENS).long(), positions(batch_size), ids[:, 1:].clone()
+    return (
+        ids[:, :-1].clone(),
+        torch.ones(batch_size, TOKENS).long(),
+        positions(batch_size),
+        ids[:, 1:].clone(),
+    )
 
 
 def positions(batch_size: int) -> Tensor:
@@ -92,7 +106,9 @@ def minilm() -> nn.Module:
 
 def minilm_logits(model: nn.Module, record: Record) -> Tensor:
     ids, mask, types, places, _ = record
-    out: Tensor = model(input_ids=ids, attention_mask=mask, token_type_ids=types, position_ids=places).logits
+    out: Tensor = model(
+        input_ids=ids, attention_mask=mask, token_type_ids=types, position_ids=places
+    ).logits
     return out
 
 
@@ -121,7 +137,9 @@ def gpt2_logits(model: nn.Module, record: Record) -> Tensor:
     return out
 
 
-SENTENCES = Tokens(BERT_VOCABULARY, TOKENS, cls=101, sep=102, pad=0, classes=2, extra=("token_type_ids",), count=16)
+SENTENCES = Tokens(
+    BERT_VOCABULARY, TOKENS, cls=101, sep=102, pad=0, classes=2, extra=("token_type_ids",), count=16
+)
 TEXTS = Tokens(GPT2_VOCABULARY, TOKENS, count=8)
 
 WORKLOADS = {

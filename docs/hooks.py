@@ -59,7 +59,10 @@ def result_pages() -> list[tuple[str, str]]:
     pages = sorted(RESULTS.glob("*/*.md"))
     folders = [page.parent for page in pages]
     names = [page.stem if folders.count(page.parent) > 1 else page.parent.name for page in pages]
-    return [(name.replace("-", " "), f"{p.parent.name}/{p.name}") for name, p in zip(names, pages, strict=True)]
+    return [
+        (name.replace("-", " "), f"{p.parent.name}/{p.name}")
+        for name, p in zip(names, pages, strict=True)
+    ]
 
 
 def command_line() -> list[str]:
@@ -71,13 +74,20 @@ def command_line() -> list[str]:
         context = typer.Context(command, info_name=name, parent=parent)
         rows = [option(parameter, context) for parameter in command.get_params(context)]
         called = " ".join(["$", context.command_path, *command.collect_usage_pieces(context)])
-        written += [f"## dpkfc {name}", f"```console\n{called}\n```", prose(command.help), "\n".join(rows)]
+        written += [
+            f"## dpkfc {name}",
+            f"```console\n{called}\n```",
+            prose(command.help),
+            "\n".join(rows),
+        ]
     return written
 
 
 def prose(text: str) -> str:
     """Rich's markup as Markdown; successive examples make one block."""
-    marked = EXAMPLE.sub(lambda found: f"    $ {found[1]}" + (f"   # {found[2]}" if found[2] else ""), text)
+    marked = EXAMPLE.sub(
+        lambda found: f"    $ {found[1]}" + (f"   # {found[2]}" if found[2] else ""), text
+    )
     joined = re.sub(r"(?m)(^    \$ .*)\n\n(?=    \$ )", r"\1\n", marked)
     return joined.replace("[bold]", "**").replace("[/bold]", "**")
 

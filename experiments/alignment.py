@@ -59,12 +59,21 @@ if TYPE_CHECKING:
 
 IMAGES, LOOKS = 512, (0, 10, 30, 60, 100, 150, 200)
 QUICK_IMAGES, QUICK_LOOKS = 64, (0, 3)
-MEASURES = ("cosine of A", "cosine of G", "cosine of A ⊗ G", "error of A", "error of G", "error of A ⊗ G")
+MEASURES = (
+    "cosine of A",
+    "cosine of G",
+    "cosine of A ⊗ G",
+    "error of A",
+    "error of G",
+    "error of A ⊗ G",
+)
 COS_A, COS_G, COS_F, ERR_A, ERR_G, ERR_F = range(6)
 GROUPS: dict[str, dict[str, tuple[str, ...]]] = {  # what is averaged: on the CNN single layers
     "CNN": {layer: (layer,) for layer in LAYERS["CNN"].values()},
     "ViT": {
-        "attention": tuple(x for x in LAYERS["ViT"].values() if x.split()[0] in ("query", "key", "value", "out")),
+        "attention": tuple(
+            x for x in LAYERS["ViT"].values() if x.split()[0] in ("query", "key", "value", "out")
+        ),
         "MLP blocks": tuple(x for x in LAYERS["ViT"].values() if x.startswith("mlp")),
         "embedding and head": ("patches", "head"),
     },
@@ -116,7 +125,9 @@ def run(order: ReproduceOptions) -> None:
     console.print(claim_table(claims))
     command = order.command("fig3")
     rest = [line for name, part in found.items() for line in section(name, part)]
-    write_page(out / "alignment.md", TITLE, command, [*ABOUT, about_runs(every), REMARK], claims, rest)
+    write_page(
+        out / "alignment.md", TITLE, command, [*ABOUT, about_runs(every), REMARK], claims, rest
+    )
     if can_draw(console):
         for name, part in found.items():
             plot_ends(part, out / f"alignment{INPUTS[name]}.png")
@@ -130,24 +141,34 @@ def measure(setting: Setting, task: Task, on_step: OnStep, device: str = "cpu") 
     names = LAYERS[setting.run.model]
 
     def look(model: nn.Module, plan: Plan) -> dict[str, Any]:
-        found = factor_alignment(model, task.sources[ORACLE], sources, probes=setting.images, seed=setting.run.seed)
+        found = factor_alignment(
+            model, task.sources[ORACLE], sources, probes=setting.images, seed=setting.run.seed
+        )
         return {
             "accuracy": accuracy(model, *task.test.tensors),
             "alignment": {
-                source: {names[one.layer]: [round(x, 4) for x in (*one.cosine, *one.error)] for one in layers}
+                source: {
+                    names[one.layer]: [round(x, 4) for x in (*one.cosine, *one.error)]
+                    for one in layers
+                }
                 for source, layers in found.sources.items()
             },
         }
 
     geometry = dpkfc.KFC(task.sources[SYNTHETIC], seed=setting.run.seed)
-    return through_training(setting.run, fresh(setting.run, device), task.records, geometry, look, on_step)
+    return through_training(
+        setting.run, fresh(setting.run, device), task.records, geometry, look, on_step
+    )
 
 
 def series(found: Found, model: str, group: str, source: str, measure: int) -> list[list[float]]:
     """For each seed the measure at every look: the mean over the layers of the group."""
     layers = GROUPS[model][group]
     return [
-        [fmean(look["alignment"][source][layer][measure] for layer in layers) for look in looks.values()]
+        [
+            fmean(look["alignment"][source][layer][measure] for layer in layers)
+            for look in looks.values()
+        ]
         for setting, looks in found.items()
         if setting.run.model == model
     ]
@@ -155,11 +176,18 @@ def series(found: Found, model: str, group: str, source: str, measure: int) -> l
 
 def path(found: Found, model: str, group: str, source: str, measure: int) -> list[float]:
     """The mean over the seeds at every look."""
-    return [fmean(values) for values in zip(*series(found, model, group, source, measure), strict=True)]
+    return [
+        fmean(values) for values in zip(*series(found, model, group, source, measure), strict=True)
+    ]
 
 
 def check(found: Found) -> list[Claim]:
-    return [*check_early(found), *check_deep(found), *check_factors(found), *check_transformer(found)]
+    return [
+        *check_early(found),
+        *check_deep(found),
+        *check_factors(found),
+        *check_transformer(found),
+    ]
 
 
 def check_early(found: Found) -> list[Claim]:
@@ -186,14 +214,23 @@ def check_early(found: Found) -> list[Claim]:
             f"mean {stagnates:.2f}, {extent(public[MISMATCHED])}",
             [0.5 <= stagnates <= 0.7],
         ),
-        lower_error(found, "conv1", "“Scale error of Synthetic DP-KFC remains lower than public proxies throughout”"),
+        lower_error(
+            found,
+            "conv1",
+            "“Scale error of Synthetic DP-KFC remains lower than public proxies throughout”",
+        ),
     ]
 
 
 def check_deep(found: Found) -> list[Claim]:
-    ends = {(layer, name): path(found, "CNN", layer, name, COS_F)[-1] for layer in ("fc1", "fc2") for name in RIVALS}
+    ends = {
+        (layer, name): path(found, "CNN", layer, name, COS_F)[-1]
+        for layer in ("fc1", "fc2")
+        for name in RIVALS
+    }
     shown = "; ".join(
-        f"{layer}: " + ", ".join(f"{name} {ends[layer, name]:.2f}" for name in RIVALS) for layer in ("fc1", "fc2")
+        f"{layer}: " + ", ".join(f"{name} {ends[layer, name]:.2f}" for name in RIVALS)
+        for layer in ("fc1", "fc2")
     )
     return [
         Claim(
@@ -214,7 +251,8 @@ def lower_error(found: Found, layer: str, paper: str) -> Claim:
     """Is the error of synthetic inputs the lowest, at every look?"""
     errors = {name: path(found, "CNN", layer, name, ERR_F) for name in RIVALS}
     lowest = [
-        mine < min(others) for mine, *others in zip(errors[SYNTHETIC], *(errors[x] for x in PROXIES), strict=True)
+        mine < min(others)
+        for mine, *others in zip(errors[SYNTHETIC], *(errors[x] for x in PROXIES), strict=True)
     ]
     return Claim(
         paper,
@@ -226,7 +264,9 @@ def lower_error(found: Found, layer: str, paper: str) -> Claim:
 
 def check_factors(found: Found) -> list[Claim]:
     def every(source: str, measure: int) -> list[float]:
-        return [value for layer in GROUPS["CNN"] for value in path(found, "CNN", layer, source, measure)]
+        return [
+            value for layer in GROUPS["CNN"] for value in path(found, "CNN", layer, source, measure)
+        ]
 
     wild, calm = every(MISMATCHED, ERR_A), every(SYNTHETIC, ERR_A)
     backward = {name: every(name, COS_G) for name in (SYNTHETIC, MATCHED)}
@@ -268,15 +308,22 @@ def check_transformer(found: Found) -> list[Claim]:
 
     def shown(measure: int) -> str:
         return "; ".join(
-            f"{group}: " + ", ".join(f"{x} {mean(group, x, measure):.2f}" for x in RIVALS) for group in groups
+            f"{group}: " + ", ".join(f"{x} {mean(group, x, measure):.2f}" for x in RIVALS)
+            for group in groups
         )
 
     ordered = [
-        mean(group, MATCHED, COS_F) > mean(group, SYNTHETIC, COS_F) > mean(group, MISMATCHED, COS_F) for group in groups
+        mean(group, MATCHED, COS_F) > mean(group, SYNTHETIC, COS_F) > mean(group, MISMATCHED, COS_F)
+        for group in groups
     ]
-    worst = [mean(g, MISMATCHED, ERR_F) > max(mean(g, x, ERR_F) for x in (MATCHED, SYNTHETIC)) for g in groups]
+    worst = [
+        mean(g, MISMATCHED, ERR_F) > max(mean(g, x, ERR_F) for x in (MATCHED, SYNTHETIC))
+        for g in groups
+    ]
     close = [mean(g, MATCHED, ERR_F) <= 1.1 * mean(g, SYNTHETIC, ERR_F) for g in groups]
-    of_a, of_g = ({x: fmean(mean(g, x, one) for g in groups) for x in RIVALS} for one in (COS_A, COS_G))
+    of_a, of_g = (
+        {x: fmean(mean(g, x, one) for g in groups) for x in RIVALS} for one in (COS_A, COS_G)
+    )
     gaps = [max(one.values()) - min(one.values()) for one in (of_a, of_g)]
     *inner, outer = ([mean(g, x, ERR_F) for x in RIVALS] for g in groups)
     elevated = [error > max(others) for error, *others in zip(outer, *inner, strict=True)]
@@ -331,8 +378,12 @@ def cells(found: Found) -> tuple[list[str], list[list[str]]]:
     for model, groups in GROUPS.items():
         for group in groups:
             for source in LOOKED_AT:
-                ways = [path(found, model, group, source, number) for number in range(len(MEASURES))]
-                rows.append([model, group, source, *(f"{way[0]:.2f} → {way[-1]:.2f}" for way in ways)])
+                ways = [
+                    path(found, model, group, source, number) for number in range(len(MEASURES))
+                ]
+                rows.append(
+                    [model, group, source, *(f"{way[0]:.2f} → {way[-1]:.2f}" for way in ways)]
+                )
     return ["model", "layers", "source", *MEASURES], rows
 
 
@@ -362,9 +413,13 @@ def plot_groups(found: Found, file: Path) -> None:
     _plot(found, "ViT", tuple(GROUPS["ViT"]), (COS_F, ERR_F), file)
 
 
-def _plot(found: Found, model: str, groups: Sequence[str], measures: Sequence[int], file: Path) -> None:
+def _plot(
+    found: Found, model: str, groups: Sequence[str], measures: Sequence[int], file: Path
+) -> None:
     """A row a group, a column a measure, a line a source with the spread over the seeds."""
-    figure, panels = new_figure(len(groups), len(measures), 4.6 * len(measures), 1.2 + 2.5 * len(groups))
+    figure, panels = new_figure(
+        len(groups), len(measures), 4.6 * len(measures), 1.2 + 2.5 * len(groups)
+    )
     looks = next(setting.run.looks for setting in found if setting.run.model == model)
     for row, group in zip(panels, groups, strict=True):
         for panel, number in zip(row, measures, strict=True):
@@ -386,5 +441,7 @@ def _line(panel: Axes, looks: Sequence[int], lines: Sequence[Sequence[float]], s
     middle = [fmean(values) for values in columns]
     panel.plot(looks, middle, label=source, **style)
     if len(lines) > 1:
-        low, high = ([fmean(values) + sign * stdev(values) for values in columns] for sign in (-1, 1))
+        low, high = (
+            [fmean(values) + sign * stdev(values) for values in columns] for sign in (-1, 1)
+        )
         panel.fill_between(looks, low, high, color=style["color"], alpha=0.15, linewidth=0)

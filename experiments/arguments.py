@@ -13,7 +13,9 @@ def names_among(known: Collection[str]) -> Callable[[str], list[str]]:
         names = text.split(",")
         for name in names:
             if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is not known: choose from {', '.join(known)}")
+                raise argparse.ArgumentTypeError(
+                    f"{name!r} is not known: choose from {', '.join(known)}"
+                )
         return names
 
     return parse

@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from dpkfc.app.reports.text import markdown_table
@@ -54,7 +61,13 @@ FIGURE = "![E by the number of steps, for four settings of SGD](bsr-error.png)"
 STYLES: dict[str, dict[str, Any]] = {
     "A": {"color": "#D55E00", "linestyle": "-.", "marker": "^"},
     "identity": {"color": "#0072B2", "linestyle": ":", "marker": "D"},
-    "AOF": {"color": "#E69F00", "linestyle": "--", "marker": "s", "markersize": 8, "markerfacecolor": "none"},
+    "AOF": {
+        "color": "#E69F00",
+        "linestyle": "--",
+        "marker": "s",
+        "markersize": 8,
+        "markerfacecolor": "none",
+    },
     "BSR": {"color": "black", "linestyle": "-", "marker": "o", "markersize": 4},
 }
 
@@ -79,7 +92,13 @@ class Case:
     @property
     def row(self) -> Row:
         setting = {"workload": self.workload.name, "alpha": self.alpha, "beta": self.beta}
-        return {"method": self.method, "noise": repr(self.noise), **setting, "n": self.n, "b": self.separation}
+        return {
+            "method": self.method,
+            "noise": repr(self.noise),
+            **setting,
+            "n": self.n,
+            "b": self.separation,
+        }
 
 
 @dataclass(frozen=True)
@@ -98,7 +117,12 @@ def repeated(steps: Sequence[int]) -> list[Case]:
         "identity": Independent(),
         "A": OutputPerturbation(),
     }
-    return [Case(name, noise, *s, n, B) for s in SETTINGS for name, noise in methods.items() for n in steps]
+    return [
+        Case(name, noise, *s, n, B)
+        for s in SETTINGS
+        for name, noise in methods.items()
+        for n in steps
+    ]
 
 
 def once(steps: Sequence[int], optimal: bool) -> list[Case]:
@@ -116,7 +140,10 @@ def low_memory(n: int) -> list[Case]:
     methods |= {f"optimised Toeplitz, p = {p}": BandedToeplitz(p) for p in FEW}
     methods |= {f"BISR, p = {p}": InverseSquareRoot(p) for p in FEW}
     methods |= {"λ-CGD": LambdaCGD()}
-    methods |= {f"BLT, {count} buffer{'s' if count > 1 else ''}": BufferedToeplitz(count) for count in (1, 2, 3)}
+    methods |= {
+        f"BLT, {count} buffer{'s' if count > 1 else ''}": BufferedToeplitz(count)
+        for count in (1, 2, 3)
+    }
     return [Case(name, noise, *s, n, B) for name, noise in methods.items() for s in SETTINGS[:2]]
 
 
@@ -127,7 +154,11 @@ def measure(case: Case) -> Row:
     seconds = time.process_time() - begun
     sensitivity = form.sensitivity(case.n, Participation.every(case.separation, case.n)).value
     found = {"error": sensitivity * form.error(case.workload, case.n), "buffers": form.buffers}
-    return case.row | found | ({"cpu_seconds": round(seconds, 2)} if isinstance(case.noise, Banded) else {})
+    return (
+        case.row
+        | found
+        | ({"cpu_seconds": round(seconds, 2)} if isinstance(case.noise, Banded) else {})
+    )
 
 
 def run(order: ReproduceOptions, steps: Sequence[int] = STEPS) -> None:
@@ -138,9 +169,16 @@ def run(order: ReproduceOptions, steps: Sequence[int] = STEPS) -> None:
     steps = [n for n in steps if n <= QUICK] if quick else list(steps)
     tables = [repeated(steps), once(steps, optimal=not quick), low_memory(max(steps))]
     out.mkdir(parents=True, exist_ok=True)
-    results = evaluate([case for cases in tables for case in cases], out / "bsr-error.json", console)
+    results = evaluate(
+        [case for cases in tables for case in cases], out / "bsr-error.json", console
+    )
     sheets = [
-        by_steps(f"E, a record takes part every {B} steps; BSR and AOF with p = {B}", tables[0], steps, results),
+        by_steps(
+            f"E, a record takes part every {B} steps; BSR and AOF with p = {B}",
+            tables[0],
+            steps,
+            results,
+        ),
         by_steps("E, a record takes part once; BSR and AOF with p = n", tables[1], steps, results),
         by_memory(f"E with little memory, n = {max(steps)}, b = {B}, α = 1", tables[2], results),
     ]
@@ -154,12 +192,22 @@ def run(order: ReproduceOptions, steps: Sequence[int] = STEPS) -> None:
 def evaluate(cases: Sequence[Case], file: Path, console: Console) -> dict[Case, Row]:
     """All results. Those of AOF are taken from the file where it has them, and written to it as they come."""
     kept = {_key(row): row for row in _read(file)}
-    todo = [case for case in cases if not (isinstance(case.noise, Banded) and _key(case.row) in kept)]
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    todo = [
+        case for case in cases if not (isinstance(case.noise, Banded) and _key(case.row) in kept)
+    ]
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task("", total=sum(map(_work, todo)))
         for case in todo:
-            progress.update(task, description=f"{case.method}, α = {case.alpha:g}, β = {case.beta:g}, n = {case.n}")
+            progress.update(
+                task,
+                description=f"{case.method}, α = {case.alpha:g}, β = {case.beta:g}, n = {case.n}",
+            )
             kept[_key(case.row)] = measure(case)
             if isinstance(case.noise, Banded):
                 _write(file, kept.values())
@@ -169,13 +217,17 @@ def evaluate(cases: Sequence[Case], file: Path, console: Console) -> dict[Case, 
     return {case: kept[_key(case.row)] for case in cases}
 
 
-def by_steps(title: str, cases: Sequence[Case], steps: Sequence[int], results: Mapping[Case, Row]) -> Sheet:
+def by_steps(
+    title: str, cases: Sequence[Case], steps: Sequence[int], results: Mapping[Case, Row]
+) -> Sheet:
     """A row a setting and method, a column a number of steps."""
     rows: dict[tuple[str, str], list[str]] = {}
     for case in cases:
         name = f"{case.alpha:g}, {case.beta:g}", case.method
         rows.setdefault(name, []).append(f"{results[case]['error']:.3f}")
-    return Sheet(title, ("α, β", "method", *(f"n = {n}" for n in steps)), [(*k, *v) for k, v in rows.items()])
+    return Sheet(
+        title, ("α, β", "method", *(f"n = {n}" for n in steps)), [(*k, *v) for k, v in rows.items()]
+    )
 
 
 def by_memory(title: str, cases: Sequence[Case], results: Mapping[Case, Row]) -> Sheet:
@@ -186,7 +238,9 @@ def by_memory(title: str, cases: Sequence[Case], results: Mapping[Case, Row]) ->
         name = family, size, str(results[case]["buffers"])
         rows.setdefault(name, []).append(f"{results[case]['error']:.2f}")
     betas = dict.fromkeys(f"β = {case.beta:g}" for case in cases)
-    return Sheet(title, ("method", "size", "vectors kept", *betas), [(*k, *v) for k, v in rows.items()])
+    return Sheet(
+        title, ("method", "size", "vectors kept", *betas), [(*k, *v) for k, v in rows.items()]
+    )
 
 
 def rich_table(sheet: Sheet) -> Table:
@@ -203,7 +257,12 @@ def rich_table(sheet: Sheet) -> Table:
 
 
 def markdown(sheets: Sequence[Sheet], quick: bool) -> str:
-    parts = [f"# {TITLE}", f"    dpkfc reproduce bsr-error{' --quick' if quick else ''}", REMARK, FIGURE]
+    parts = [
+        f"# {TITLE}",
+        f"    dpkfc reproduce bsr-error{' --quick' if quick else ''}",
+        REMARK,
+        FIGURE,
+    ]
     for sheet in sheets:
         parts += [f"## {sheet.title}", markdown_table(sheet.headings, sheet.rows, left=2)]
     return "\n\n".join(parts) + "\n"
@@ -220,9 +279,18 @@ def plot(cases: Sequence[Case], results: Mapping[Case, Row], file: Path) -> None
     for panel, (alpha, beta) in zip(panels.flat, SETTINGS, strict=True):
         inset = panel.inset_axes((0.08, 0.58, 0.36, 0.37))
         for method, style in STYLES.items():
-            shown = [case for case in cases if (case.alpha, case.beta, case.method) == (alpha, beta, method)]
+            shown = [
+                case
+                for case in cases
+                if (case.alpha, case.beta, case.method) == (alpha, beta, method)
+            ]
             for axes in (panel, inset) if method in ("BSR", "AOF") else (panel,):
-                axes.plot([case.n for case in shown], [results[case]["error"] for case in shown], label=method, **style)
+                axes.plot(
+                    [case.n for case in shown],
+                    [results[case]["error"] for case in shown],
+                    label=method,
+                    **style,
+                )
         for axes in (panel, inset):
             axes.set_xlim(left=0)
             axes.set_ylim(bottom=0)
@@ -231,7 +299,9 @@ def plot(cases: Sequence[Case], results: Mapping[Case, Row], file: Path) -> None
         panel.set_title(f"α = {alpha:g}, β = {beta:g}, b = {B}")
         panel.set_xlabel("n")
         panel.set_ylabel("E")
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), ncols=len(STYLES), loc="outside upper center")
+    figure.legend(
+        *panels[0, 0].get_legend_handles_labels(), ncols=len(STYLES), loc="outside upper center"
+    )
     figure.savefig(file, dpi=150)
     plt.close(figure)
 
@@ -264,6 +334,7 @@ def _write(file: Path, rows: Iterable[Row]) -> None:
     """At once or not at all, so that an interrupted run leaves a file that can be read."""
     draft = file.with_suffix(".part")
     draft.write_text(
-        "[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]\n", encoding="utf-8"
+        "[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]\n",
+        encoding="utf-8",
     )
     draft.replace(file)

@@ -47,7 +47,10 @@ RATES = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 SEEDS = (1, 2)
 QUICK_CLIPS, QUICK_RATES, QUICK_STEPS = (0.1, 1.0, 10.0), (0.01, 0.1, 1.0), 20
 EPSILON, DELTA = 3.0, 1e-5
-GOOD, LEVELS = 0.02, (0.02, 0.05, 0.1)  # what a cell may lose to be good; the first is used where none is named
+GOOD, LEVELS = (
+    0.02,
+    (0.02, 0.05, 0.1),
+)  # what a cell may lose to be good; the first is used where none is named
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,9 @@ class Finding:
             return math.nan
         rows = [self.grid[place] for place in self.usable]
         ridge = [level_set(self.rates, row, row.max() - self.within)[1] for row in rows]
-        return float(np.polyfit(np.log10([self.clips[place] for place in self.usable]), ridge, 1)[0])
+        return float(
+            np.polyfit(np.log10([self.clips[place] for place in self.usable]), ridge, 1)[0]
+        )
 
 
 def level_set(xs: Sequence[float], ys: Sequence[float] | Grid, level: float) -> tuple[float, float]:
@@ -177,9 +182,23 @@ WHY = (
 )
 
 
-def markdown(findings: Mapping[str, Finding], runs: Collection[Run], picture: str, quick: bool = False) -> str:
-    about = ["", "good: within", "cells", "median width in lr", "median width in clip", "clips with a good lr", "slope"]
-    lines = [_about(method, replace(of, within=within)) for within in LEVELS for method, of in findings.items()]
+def markdown(
+    findings: Mapping[str, Finding], runs: Collection[Run], picture: str, quick: bool = False
+) -> str:
+    about = [
+        "",
+        "good: within",
+        "cells",
+        "median width in lr",
+        "median width in clip",
+        "clips with a good lr",
+        "slope",
+    ]
+    lines = [
+        _about(method, replace(of, within=within))
+        for within in LEVELS
+        for method, of in findings.items()
+    ]
     one = next(iter(findings.values()))
     by_clip = [
         [f"{clip:g}", *(cell for of in findings.values() for cell in _at_clip(of, place))]
@@ -198,7 +217,11 @@ def markdown(findings: Mapping[str, Finding], runs: Collection[Run], picture: st
         "clip; medians are over those that are not 0. With so few seeds the best cell is in part luck, so that widths "
         "at two points are underestimated, for both methods alike."
     )
-    headings = [f"{method}: {what}" for method in findings for what in ("best %", "at lr", "lr · clip", "width in lr")]
+    headings = [
+        f"{method}: {what}"
+        for method in findings
+        for what in ("best %", "at lr", "lr · clip", "width in lr")
+    ]
     parts = [
         "# Clip and learning rate",
         *([] if quick else [verdict(findings)]),
@@ -229,7 +252,12 @@ def _about(method: str, of: Finding) -> list[str]:
 def _at_clip(of: Finding, place: int) -> list[str]:
     best = int(of.grid[place].argmax())
     lr, width = of.rates[best], of.widths_in_rate[place]
-    return [f"{100 * of.grid[place, best]:.1f}", f"{lr:g}", f"{lr * of.clips[place]:.2g}", f"{width:.2f}"]
+    return [
+        f"{100 * of.grid[place, best]:.1f}",
+        f"{lr:g}",
+        f"{lr * of.clips[place]:.2g}",
+        f"{width:.2f}",
+    ]
 
 
 def plot(findings: Mapping[str, Finding], file: Path) -> None:
@@ -240,22 +268,49 @@ def plot(findings: Mapping[str, Finding], file: Path) -> None:
     import matplotlib.pyplot as plt
     from matplotlib.patches import Rectangle
 
-    figure, panels = plt.subplots(2, len(findings), figsize=(5.6 * len(findings), 8.4), layout="constrained")
+    figure, panels = plt.subplots(
+        2, len(findings), figsize=(5.6 * len(findings), 8.4), layout="constrained"
+    )
     for (method, of), (above, below) in zip(findings.items(), panels.T, strict=True):
-        image = above.imshow(100 * of.grid, vmin=0, vmax=100, cmap="viridis", origin="lower", aspect="auto")
+        image = above.imshow(
+            100 * of.grid, vmin=0, vmax=100, cmap="viridis", origin="lower", aspect="auto"
+        )
         for (row, column), accuracy in np.ndenumerate(of.grid):
             ink = "white" if accuracy < 0.6 else "black"
-            above.text(column, row, f"{100 * accuracy:.0f}", ha="center", va="center", fontsize=7, color=ink)
+            above.text(
+                column,
+                row,
+                f"{100 * accuracy:.0f}",
+                ha="center",
+                va="center",
+                fontsize=7,
+                color=ink,
+            )
             if accuracy >= of.level:
-                frame = Rectangle((column - 0.46, row - 0.46), 0.92, 0.92, fill=False, color="red", linewidth=1.6)
+                frame = Rectangle(
+                    (column - 0.46, row - 0.46), 0.92, 0.92, fill=False, color="red", linewidth=1.6
+                )
                 above.add_patch(frame)
         above.set_xticks(range(len(of.rates)), [f"{rate:g}" for rate in of.rates], rotation=60)
         above.set_yticks(range(len(of.clips)), [f"{clip:g}" for clip in of.clips])
         above.set(title=f"{method}: accuracy, %", xlabel="learning rate", ylabel="clip")
         for place, (clip, row) in enumerate(zip(of.clips, of.grid, strict=True)):
             colour: Any = plt.get_cmap("plasma")(place / len(of.clips))
-            below.plot(np.array(of.rates) * clip, 100 * row, "-o", markersize=3, color=colour, label=f"clip {clip:g}")
-        below.set(xscale="log", ylim=(0, 100), xlabel="learning rate · clip", ylabel="accuracy, %", title=method)
+            below.plot(
+                np.array(of.rates) * clip,
+                100 * row,
+                "-o",
+                markersize=3,
+                color=colour,
+                label=f"clip {clip:g}",
+            )
+        below.set(
+            xscale="log",
+            ylim=(0, 100),
+            xlabel="learning rate · clip",
+            ylabel="accuracy, %",
+            title=method,
+        )
         below.grid(alpha=0.3)
         below.legend(fontsize=8)
     figure.colorbar(image, ax=panels[0, -1])
@@ -265,10 +320,18 @@ def plot(findings: Mapping[str, Finding], file: Path) -> None:
 
 def grid(clips: Sequence[float], rates: Sequence[float], seeds: Sequence[int]) -> list[Run]:
     """Every cell once before any is repeated."""
-    return [Run(method, clip, lr, seed) for seed in seeds for method in METHODS for clip in clips for lr in rates]
+    return [
+        Run(method, clip, lr, seed)
+        for seed in seeds
+        for method in METHODS
+        for clip in clips
+        for lr in rates
+    ]
 
 
-def execute(runs: Sequence[Run], file: Path, console: Console, quick: bool = False, device: str = "cpu") -> None:
+def execute(
+    runs: Sequence[Run], file: Path, console: Console, quick: bool = False, device: str = "cpu"
+) -> None:
     results = run_all(runs, partial(train, device=device), file, console)
     findings = {method: find(results, method) for method in METHODS}
     text = markdown(findings, runs, file.with_suffix(".png").name, quick)
@@ -288,8 +351,12 @@ def run(order: ReproduceOptions) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m experiments.clip_and_rate", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=results_file, required=True, metavar="FILE.jsonl", help="results of all runs")
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.clip_and_rate", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--out", type=results_file, required=True, metavar="FILE.jsonl", help="results of all runs"
+    )
     chosen = parser.parse_args(arguments)
     try:
         execute(grid(CLIPS, RATES, SEEDS), chosen.out, Console())

@@ -20,7 +20,10 @@ NOISES = {
     "optimised": {"name": "BandedToeplitz", "bands": BANDS},
 }
 KFC = PAPER | {"probe": BRIGHT["centred"], "rank": 32}
-EVERY = {"little noise": 50, "much noise": 10}  # refreshes of the geometry, for 704 steps and for 59
+EVERY = {
+    "little noise": 50,
+    "much noise": 10,
+}  # refreshes of the geometry, for 704 steps and for 59
 RATES = {
     ("little noise", "dp-sgd"): (0.32, 0.64, 0.16, 1.28, 0.45),
     ("little noise", "dp-kfc"): (0.08, 0.04, 0.16, 0.32, 0.64),
@@ -33,7 +36,9 @@ def grid(task: str) -> Grid:
     """The same learning rates for every noise."""
     geometries = {"dp-sgd": None, "dp-kfc": KFC | {"every": EVERY[task]}}
     return {
-        f"{geometry}, {noise}": [{"lr": lr, "geometry": map_, "noise": options} for lr in RATES[task, geometry]]
+        f"{geometry}, {noise}": [
+            {"lr": lr, "geometry": map_, "noise": options} for lr in RATES[task, geometry]
+        ]
         for geometry, map_ in geometries.items()
         for noise, options in NOISES.items()
     }

@@ -101,7 +101,9 @@ def run(order: ReproduceOptions) -> None:
     """Print the tables; write density.json, density.md and density.png."""
     out, quick, console = order.out, order.quick, order.console
     task = load(order.data_dir)[STANDARDISED]
-    images, steps, lanczos = (QUICK_IMAGES, QUICK_STEPS, QUICK_LANCZOS) if quick else (IMAGES, STEPS, LANCZOS)
+    images, steps, lanczos = (
+        (QUICK_IMAGES, QUICK_STEPS, QUICK_LANCZOS) if quick else (IMAGES, STEPS, LANCZOS)
+    )
     settings = [
         Setting(Run(model, seed, rate, (0, steps)), STANDARDISED, images, lanczos, VECTORS)
         for model, rate in RATES.items()
@@ -120,7 +122,14 @@ def run(order: ReproduceOptions) -> None:
     command = order.command("fig7")
     method = f"Lanczos: {lanczos} steps from {VECTORS} random vector for each seed."
     rest = ["![sorted magnitudes](density.png)", markdown_table(*cells(compared), left=3)]
-    write_page(out / "density.md", TITLE, command, [*ABOUT, about_runs(found), f"{REMARK} {method}"], claims, rest)
+    write_page(
+        out / "density.md",
+        TITLE,
+        command,
+        [*ABOUT, about_runs(found), f"{REMARK} {method}"],
+        claims,
+        rest,
+    )
     if can_draw(console):
         plot(found, out / "density.png")
 
@@ -144,16 +153,22 @@ def measure(setting: Setting, task: Task, on_step: OnStep, device: str = "cpu") 
         }
 
     geometry = dpkfc.KFC(task.sources[SYNTHETIC], seed=setting.run.seed)
-    return through_training(setting.run, fresh(setting.run, device), task.records, geometry, look, on_step)
+    return through_training(
+        setting.run, fresh(setting.run, device), task.records, geometry, look, on_step
+    )
 
 
 def _rounded(one: Quadrature) -> dict[str, Any]:
-    return {name: [float(f"{x:.6g}") for x in getattr(one, name)] for name in ("nodes", "weights")} | {"size": one.size}
+    return {
+        name: [float(f"{x:.6g}") for x in getattr(one, name)] for name in ("nodes", "weights")
+    } | {"size": one.size}
 
 
 def magnitudes(one: Mapping[str, Any]) -> tuple[Sequence[int], list[float]]:
     """Ranks, and log10 of the eigenvalues there by magnitude."""
-    ranks, sizes = Quadrature(tuple(one["nodes"]), tuple(one["weights"]), one["size"]).magnitudes(POINTS)
+    ranks, sizes = Quadrature(tuple(one["nodes"]), tuple(one["weights"]), one["size"]).magnitudes(
+        POINTS
+    )
     return ranks, logarithms(sizes)
 
 
@@ -175,11 +190,15 @@ def check(compared: Compared) -> list[Claim]:
     places = [(model, state) for model, state, name in compared if name == SYNTHETIC]
     shapes = {name: [fmean(compared[*place, name].shape) for place in places] for name in COMPARED}
     public = [
-        abs(x - y) for name in (MATCHED, MISMATCHED) for x, y in zip(shapes[name], shapes[SYNTHETIC], strict=True)
+        abs(x - y)
+        for name in (MATCHED, MISMATCHED)
+        for x, y in zip(shapes[name], shapes[SYNTHETIC], strict=True)
     ]
     white = [abs(x - y) for x, y in zip(shapes[WHITE], shapes[SYNTHETIC], strict=True)]
     largest = [_middle(compared[*place, SYNTHETIC].largest) for place in places]
-    scales = [_middle(compared[*place, SYNTHETIC].scale) for place in places if place[1] == STATES[1]]
+    scales = [
+        _middle(compared[*place, SYNTHETIC].scale) for place in places if place[1] == STATES[1]
+    ]
     shown = partial(along, places)
     return [
         Claim(
@@ -239,7 +258,9 @@ def plot(found: Found, file: Path) -> None:
     models = [model for model in MODELS if any(setting.run.model == model for setting in found)]
     figure, panels = new_figure(2, len(models), 3.7 * len(models), 7)
     for column, model in enumerate(models):
-        chosen = [list(looks.values()) for setting, looks in found.items() if setting.run.model == model]
+        chosen = [
+            list(looks.values()) for setting, looks in found.items() if setting.run.model == model
+        ]
         for row, state in enumerate(STATES):
             panel = panels[row][column]
             for source in (ORACLE, *COMPARED):

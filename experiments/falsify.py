@@ -46,7 +46,9 @@ COLORS = {
     "public": "tab:green",
     "white noise": "tab:orange",
 }
-Measure = Callable[[Mapping[str, Any], str], float]  # of a result, and of the weights that were chosen
+Measure = Callable[
+    [Mapping[str, Any], str], float
+]  # of a result, and of the weights that were chosen
 
 
 def kfc(probe: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,7 +74,10 @@ def grid(name: str) -> Grid:
         "public": kfc({"public": PUBLIC[dataset]}),
         "white noise": kfc(pink(bright, alpha=0.0)),
     }
-    return {arm: [{"lr": lr, "geometry": found} for lr in RATES[model]] for arm, found in geometries.items()}
+    return {
+        arm: [{"lr": lr, "geometry": found} for lr in RATES[model]]
+        for arm, found in geometries.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,9 @@ def on_the_way(result: Mapping[str, Any], weights: str) -> float:
     return fmean(result["course"])
 
 
-def by_seed(study: Study, rows: Sequence[Row], task: str, arm: str, measure: Measure = at_the_end) -> dict[int, float]:
+def by_seed(
+    study: Study, rows: Sequence[Row], task: str, arm: str, measure: Measure = at_the_end
+) -> dict[int, float]:
     """What is measured of an arm's chosen setting, by the seed of the run; nothing if it was not run."""
     try:
         weights = choose(study, rows, task, arm)[1]
@@ -133,7 +140,11 @@ def by_seed(study: Study, rows: Sequence[Row], task: str, arm: str, measure: Mea
 
 
 def compared(
-    study: Study, rows: Sequence[Row], against: str, arms: Iterable[str], measure: Measure = at_the_end
+    study: Study,
+    rows: Sequence[Row],
+    against: str,
+    arms: Iterable[str],
+    measure: Measure = at_the_end,
 ) -> dict[tuple[str, str], Difference]:
     """The differences of arms to one of them, by task and arm, where there are runs enough."""
     found = {}
@@ -147,8 +158,13 @@ def compared(
 
 
 def report(study: Study, rows: Sequence[Row], folder: Path, console: Console) -> None:
-    ends, ways = (compared(study, rows, "oracle", study.arms, measure) for measure in (at_the_end, on_the_way))
-    cells = [[*name, str(end), verdict(end), str(ways[name]), verdict(ways[name])] for name, end in ends.items()]
+    ends, ways = (
+        compared(study, rows, "oracle", study.arms, measure) for measure in (at_the_end, on_the_way)
+    )
+    cells = [
+        [*name, str(end), verdict(end), str(ways[name]), verdict(ways[name])]
+        for name, end in ends.items()
+    ]
     headings = ["task", "arm", "at the end, points", "", "on the way, points", ""]
     text = "\n\n".join(
         [
@@ -167,7 +183,9 @@ def report(study: Study, rows: Sequence[Row], folder: Path, console: Console) ->
     publish(folder / "falsify", text + "\n", console, partial(plot, study, rows))
 
 
-def finding(ends: Mapping[tuple[str, str], Difference], ways: Mapping[tuple[str, str], Difference]) -> str:
+def finding(
+    ends: Mapping[tuple[str, str], Difference], ways: Mapping[tuple[str, str], Difference]
+) -> str:
     """What becomes of the claim that synthetic geometry is as good as the oracle's."""
     by_verdict: dict[str, list[str]] = {}
     apart = []
@@ -182,7 +200,9 @@ def finding(ends: Mapping[tuple[str, str], Difference], ways: Mapping[tuple[str,
     told = "; ".join(f"{outcome}: {', '.join(where)}" for outcome, where in by_verdict.items())
     told += f". Apart from zero, by however little: {', '.join(apart) or 'none'}"
     if "materially worse" in by_verdict:
-        return f"**The data-free claim is refuted in part.** Synthetic against the oracle is {told}."
+        return (
+            f"**The data-free claim is refuted in part.** Synthetic against the oracle is {told}."
+        )
     if "materially better" in by_verdict:
         return f"**Synthetic geometry is at least as good as the oracle's.** It is {told}."
     return f"**Not refuted: no difference is shown to be material.** Synthetic against the oracle is {told}."
@@ -195,7 +215,9 @@ def plot(study: Study, rows: Sequence[Row], file: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    courses = {(task, arm): _courses(study, rows, task, arm) for task in study.tasks for arm in study.arms}
+    courses = {
+        (task, arm): _courses(study, rows, task, arm) for task in study.tasks for arm in study.arms
+    }
     tasks = [task for task in study.tasks if any(courses[task, arm] for arm in study.arms)]
     figure, panels = plt.subplots(
         1, len(tasks), figsize=(3.6 * len(tasks) + 0.6, 3.6), squeeze=False, layout="constrained"
@@ -205,13 +227,19 @@ def plot(study: Study, rows: Sequence[Row], file: Path) -> None:
             if runs := courses[task, arm]:
                 times = [(1 + number) / len(runs[0]) for number in range(len(runs[0]))]
                 by_time = [[100 * accuracy for accuracy in at] for at in zip(*runs, strict=True)]
-                panel.plot(times, [*map(fmean, by_time)], "o-", markersize=3, color=COLORS[arm], label=arm)
-                panel.fill_between(times, [*map(min, by_time)], [*map(max, by_time)], color=COLORS[arm], alpha=0.12)
+                panel.plot(
+                    times, [*map(fmean, by_time)], "o-", markersize=3, color=COLORS[arm], label=arm
+                )
+                panel.fill_between(
+                    times, [*map(min, by_time)], [*map(max, by_time)], color=COLORS[arm], alpha=0.12
+                )
         panel.set_title(task)
         panel.set_xlabel("part of the run")
         panel.grid(alpha=0.3)
     panels[0, 0].set_ylabel("test accuracy, %")
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), ncols=len(study.arms), loc="outside upper center")
+    figure.legend(
+        *panels[0, 0].get_legend_handles_labels(), ncols=len(study.arms), loc="outside upper center"
+    )
     figure.savefig(file, dpi=150)
     plt.close(figure)
 
@@ -219,7 +247,9 @@ def plot(study: Study, rows: Sequence[Row], file: Path) -> None:
 def _courses(study: Study, rows: Sequence[Row], task: str, arm: str) -> list[list[float]]:
     found = {row["key"]: row["result"]["course"] for row in rows if row["result"].get("course")}
     try:
-        return [found[final.key] for final in finals(study, rows, task, [arm]) if final.key in found]
+        return [
+            found[final.key] for final in finals(study, rows, task, [arm]) if final.key in found
+        ]
     except ValueError:
         return []
 

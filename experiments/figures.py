@@ -29,7 +29,10 @@ OnStep = Callable[[int, int], None]  # steps done, of how many
 
 
 def evaluate(
-    settings: Sequence[Setting], measure: Callable[[Setting, OnStep], Any], file: Path, console: Console
+    settings: Sequence[Setting],
+    measure: Callable[[Setting, OnStep], Any],
+    file: Path,
+    console: Console,
 ) -> dict[Setting, Any]:
     """The results of all settings. Those in the file are taken from it, the others are written to it as they come.
 
@@ -37,7 +40,10 @@ def evaluate(
     """
     kept = _read(file)
     with bar(console) as progress:
-        overall, current = progress.add_task("runs", total=len(settings)), progress.add_task("steps", total=None)
+        overall, current = (
+            progress.add_task("runs", total=len(settings)),
+            progress.add_task("steps", total=None),
+        )
 
         def on_step(done: int, of: int) -> None:
             progress.update(current, completed=done, total=of)
@@ -46,7 +52,11 @@ def evaluate(
             key = key_of(setting)
             if key not in kept:
                 progress.reset(current, total=None)
-                row = {"key": key, "setting": asdict(cast(Any, setting)), "result": measure(setting, on_step)}
+                row = {
+                    "key": key,
+                    "setting": asdict(cast(Any, setting)),
+                    "result": measure(setting, on_step),
+                }
                 kept[key] = json.loads(json.dumps(row))
                 _write(file, kept.values())
             progress.advance(overall)
@@ -56,7 +66,10 @@ def evaluate(
 def by_inputs(found: Mapping[Any, Any]) -> dict[str, dict[Any, Any]]:
     """The results apart by `setting.inputs`."""
     names = dict.fromkeys(setting.inputs for setting in found)
-    return {name: {setting: found[setting] for setting in found if setting.inputs == name} for name in names}
+    return {
+        name: {setting: found[setting] for setting in found if setting.inputs == name}
+        for name in names
+    }
 
 
 def key_of(setting: Any) -> str:
@@ -70,9 +83,13 @@ def _read(file: Path) -> dict[str, dict[str, Any]]:
         return {}
     try:
         rows = json.loads(file.read_text())
-        return {row["key"]: {name: row[name] for name in ("key", "setting", "result")} for row in rows}
+        return {
+            row["key"]: {name: row[name] for name in ("key", "setting", "result")} for row in rows
+        }
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise PrivacyError(f"{file} does not hold results of a figure: remove it, or name another --out") from error
+        raise PrivacyError(
+            f"{file} does not hold results of a figure: remove it, or name another --out"
+        ) from error
 
 
 def _write(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -128,8 +145,13 @@ def verdicts(claims: Claims) -> str:
     """
     parts = []
     for name, found in claims.items():
-        whole, some = sum(one.holds for one in found), sum(any(one.where) and not one.holds for one in found)
-        parts.append(f"of {len(found)} statements {whole} {'holds' if whole == 1 else 'hold'}, {some} in part ({name})")
+        whole, some = (
+            sum(one.holds for one in found),
+            sum(any(one.where) and not one.holds for one in found),
+        )
+        parts.append(
+            f"of {len(found)} statements {whole} {'holds' if whole == 1 else 'hold'}, {some} in part ({name})"
+        )
     return "; ".join(parts)
 
 
@@ -141,11 +163,18 @@ def claim_table(claims: Claims) -> Table:
     return table
 
 
-def write_page(file: Path, title: str, command: str, about: Sequence[str], claims: Claims, rest: Sequence[str]) -> None:
+def write_page(
+    file: Path, title: str, command: str, about: Sequence[str], claims: Claims, rest: Sequence[str]
+) -> None:
     """A Markdown page: how it was made, what was asked, the paper's statements beside what was found, and the rest."""
     headings, rows = claim_cells(claims)
     table = markdown_table(headings, rows, left=len(headings))
-    parts = [f"# {title}", f"    {command}", *about, "## What the paper states, and what was measured"]
+    parts = [
+        f"# {title}",
+        f"    {command}",
+        *about,
+        "## What the paper states, and what was measured",
+    ]
     parts += [f"{verdicts(claims).capitalize()}.", table, *rest]
     file.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
@@ -176,7 +205,9 @@ def about_runs(found: Mapping[Any, Any]) -> str:
     setting = next(iter(found))
     reached: dict[str, list[float]] = {}
     for one, looks in found.items():
-        reached.setdefault(f"{one.run.model}, {one.inputs}", []).append(100 * list(looks.values())[-1]["accuracy"])
+        reached.setdefault(f"{one.run.model}, {one.inputs}", []).append(
+            100 * list(looks.values())[-1]["accuracy"]
+        )
     ends = "; ".join(f"{name}: {spread(values, '.1f')} %" for name, values in reached.items())
     return (
         f"{setting.images} images of each source; {len({one.run.seed for one in found})} seeds (± one standard "
@@ -185,7 +216,9 @@ def about_runs(found: Mapping[Any, Any]) -> str:
     )
 
 
-def text_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
+def text_table(
+    title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
+) -> Table:
     table = Table(title=title, title_justify="left")
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number < left else "right")
@@ -201,13 +234,17 @@ def can_draw(console: Console) -> bool:
     return False
 
 
-def new_figure(rows: int, columns: int, width: float, height: float) -> tuple[Figure, list[list[Axes]]]:
+def new_figure(
+    rows: int, columns: int, width: float, height: float
+) -> tuple[Figure, list[list[Axes]]]:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(rows, columns, figsize=(width, height), squeeze=False, layout="constrained")
+    figure, panels = plt.subplots(
+        rows, columns, figsize=(width, height), squeeze=False, layout="constrained"
+    )
     for panel in panels.flat:
         panel.grid(alpha=0.25, linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
@@ -220,10 +257,14 @@ def finish(figure: Figure, panel: Axes, file: Path, columns: int = 4) -> None:
     from PIL import Image  # which matplotlib needs as well
 
     handles, labels = panel.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=columns, fontsize=9, frameon=False
+    )
     with io.BytesIO() as drawn:
         figure.savefig(drawn, dpi=150)
-        Image.open(drawn).convert("RGB").quantize(128).save(file, optimize=True)  # a third of the size
+        Image.open(drawn).convert("RGB").quantize(128).save(
+            file, optimize=True
+        )  # a third of the size
     plt.close(figure)
 
 
@@ -239,11 +280,17 @@ def plain_ticks(panel: Axes) -> None:
 
 
 def draw_range(
-    panel: Axes, places: Sequence[float], logs: Sequence[Sequence[float]], label: str, style: Mapping[str, Any]
+    panel: Axes,
+    places: Sequence[float],
+    logs: Sequence[Sequence[float]],
+    label: str,
+    style: Mapping[str, Any],
 ) -> None:
     """Lines of log10 values, one for each seed: their mean, and from the least to the most as a band."""
     columns = list(zip(*logs, strict=True))
-    low, middle, high = ([10 ** function(values) for values in columns] for function in (min, fmean, max))
+    low, middle, high = (
+        [10 ** function(values) for values in columns] for function in (min, fmean, max)
+    )
     panel.plot(places, middle, label=label, **style)
     panel.fill_between(places, low, high, color=style["color"], alpha=0.12, linewidth=0)
     panel.set(xscale="log", yscale="log")

@@ -13,7 +13,10 @@ from experiments.study import Grid, Study, main
 # Both are scalings that need no statistic of the data. FashionMNIST is centred because that helps plain DP-SGD by a
 # point; DP-KFC does not mind. Probes about as bright as pixels are, on either scale:
 SCALING: dict[str, Scaling] = {"mnist": "unit", "fashion-mnist": "centred"}
-BRIGHT = {"unit": {"alpha": 2.0, "std": 0.3, "mean": 0.3}, "centred": {"alpha": 2.0, "std": 0.6, "mean": -0.4}}
+BRIGHT = {
+    "unit": {"alpha": 2.0, "std": 0.3, "mean": 0.3},
+    "centred": {"alpha": 2.0, "std": 0.6, "mean": -0.4},
+}
 
 
 def grid(dataset: str) -> Grid:
@@ -24,12 +27,17 @@ def grid(dataset: str) -> Grid:
     rates = (0.04, 0.08, 0.02, 0.06, 0.03, 0.01)
     best = PAPER | {"probe": BRIGHT[SCALING[dataset]], "post": 0.5, "rank": 32}
     return {
-        "dp-sgd": [{"lr": step / clip, "clip": clip} for clip in (1.0, 0.1) for step in (0.08, 0.04, 0.16)],
+        "dp-sgd": [
+            {"lr": step / clip, "clip": clip} for clip in (1.0, 0.1) for step in (0.08, 0.04, 0.16)
+        ],
         "dp-kfc (paper)": [{"lr": lr, "geometry": PAPER} for lr in rates],
         "dp-kfc (paper at rank 32)": [{"lr": lr, "geometry": PAPER | {"rank": 32}} for lr in rates],
         "dp-kfc (best)": [
             *({"lr": lr, "geometry": best} for lr in (0.03, 0.02, 0.04, 0.06)),
-            *({"lr": lr, "geometry": best | {"every": 15, "probes": 1024, "rank": 96}} for lr in (0.03, 0.04)),
+            *(
+                {"lr": lr, "geometry": best | {"every": 15, "probes": 1024, "rank": 96}}
+                for lr in (0.03, 0.04)
+            ),
         ],
         "dp-sgd + smoothing": [
             {"lr": 0.08, "label_smoothing": 0.1},
@@ -46,7 +54,9 @@ STUDY = Study(
     module="experiments.geometry",
     about="DP-SGD beside DP-KFC on MNIST and FashionMNIST, tuned alike.",
     title=f"Accuracy at epsilon = {Setting.epsilon:g}, delta = {Setting.delta:g}",
-    tasks={dataset: {"dataset": dataset, "scaling": scaling} for dataset, scaling in SCALING.items()},
+    tasks={
+        dataset: {"dataset": dataset, "scaling": scaling} for dataset, scaling in SCALING.items()
+    },
     grid=grid,
     published={
         ("mnist", "dp-sgd"): 91.7,

@@ -44,12 +44,26 @@ from experiments.figures import (
 )
 from experiments.options import ReproduceOptions
 from experiments.setting import accuracy
-from experiments.sources import BRIGHT, LAYERS, SEEDS, STYLES, SYNTHETIC, Run, oracle, through_training
+from experiments.sources import (
+    BRIGHT,
+    LAYERS,
+    SEEDS,
+    STYLES,
+    SYNTHETIC,
+    Run,
+    oracle,
+    through_training,
+)
 
 IMAGES, LOOKS = 2048, (0, 100, 200)
 QUICK_IMAGES, QUICK_LOOKS = 256, (0, 2, 4)
 EPSILON, CLASSES = 3.0, 10
-SGD, KFC, PROXY, HALF = "DP-SGD", "DP-KFC, synthetic", "DP-KFC, oracle", "DP-KFC, synthetic, A alone"
+SGD, KFC, PROXY, HALF = (
+    "DP-SGD",
+    "DP-KFC, synthetic",
+    "DP-KFC, oracle",
+    "DP-KFC, synthetic, A alone",
+)
 METHODS = (SGD, KFC, PROXY, HALF)
 LINES: dict[str, dict[str, Any]] = {
     SGD: {"color": "#0072B2", "marker": "o"},
@@ -77,7 +91,9 @@ REMARK = (
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "CNN": lambda: paper_cnn((3, SIDE, SIDE), CLASSES),
-    "ViT": lambda: tiny_vit(image=SIDE, patch=8, channels=3, classes=CLASSES, width=64, depth=2, heads=4),
+    "ViT": lambda: tiny_vit(
+        image=SIDE, patch=8, channels=3, classes=CLASSES, width=64, depth=2, heads=4
+    ),
 }
 
 
@@ -101,7 +117,11 @@ def run(order: ReproduceOptions) -> None:
     records, test = load(order.data_dir)
     images, looks = (QUICK_IMAGES, QUICK_LOOKS) if quick else (IMAGES, LOOKS)
     settings = [
-        Setting(Run(model, seed, rate, looks, method, EPSILON), images, (SGD,) if method == SGD else METHODS[1:])
+        Setting(
+            Run(model, seed, rate, looks, method, EPSILON),
+            images,
+            (SGD,) if method == SGD else METHODS[1:],
+        )
         for (model, method), rate in RATES.items()
         for seed in order.seeds(SEEDS)
     ]
@@ -133,12 +153,18 @@ def load(data_dir: Path | None) -> tuple[TensorDataset, TensorDataset]:
 
 
 def measure(
-    setting: Setting, records: TensorDataset, test: TensorDataset, on_step: OnStep, device: str = "cpu"
+    setting: Setting,
+    records: TensorDataset,
+    test: TensorDataset,
+    on_step: OnStep,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Signal to noise of every layer at every look, under the geometries that belong to the method of the run."""
     seed = setting.run.seed
     private = oracle(*records.tensors)
-    pink = dpkfc.probes.PinkNoise(shape=(3, SIDE, SIDE), classes=CLASSES, std=0.5, channel_correlation=0.9)
+    pink = dpkfc.probes.PinkNoise(
+        shape=(3, SIDE, SIDE), classes=CLASSES, std=0.5, channel_correlation=0.9
+    )
     geometries: dict[str, Geometry] = {
         SGD: dpkfc.Identity(),
         KFC: dpkfc.KFC(pink, factors="AG", seed=seed),
@@ -153,7 +179,10 @@ def measure(
         for name in setting.geometries:
             with watched(model) as (copied, capture):
                 step = step_of(copied, capture, examples, geometries[name], setting.clip)
-            ratios[name] = {names[layer]: float(f"{signal_to_noise(step, layer, plan):.4g}") for layer in step.clipped}
+            ratios[name] = {
+                names[layer]: float(f"{signal_to_noise(step, layer, plan):.4g}")
+                for layer in step.clipped
+            }
         return {"accuracy": accuracy(model, *test.tensors), "ratios": ratios}
 
     torch.manual_seed(seed)
@@ -179,7 +208,11 @@ def signal_to_noise(step: Step, layer: str, plan: Plan) -> float:
 def profile(found: Found, model: str, look: int, method: str) -> Profile:
     """The layers at the look of that number: DP-SGD in its own runs, the geometries of DP-KFC in those of DP-KFC."""
     trained = SGD if method == SGD else "DP-KFC"
-    runs = [looks for setting, looks in found.items() if (setting.run.model, setting.run.method) == (model, trained)]
+    runs = [
+        looks
+        for setting, looks in found.items()
+        if (setting.run.model, setting.run.method) == (model, trained)
+    ]
     ratios = [list(looks.values())[look]["ratios"][method] for looks in runs]
     return {layer: [one[layer] for one in ratios] for layer in ratios[0]}
 
@@ -187,12 +220,17 @@ def profile(found: Found, model: str, look: int, method: str) -> Profile:
 def check(found: Found) -> list[Claim]:
     places = [(model, look) for model in MODELS for look in range(len(WHEN))]
     means = {
-        (place, method): {layer: fmean(values) for layer, values in profile(found, *place, method).items()}
+        (place, method): {
+            layer: fmean(values) for layer, values in profile(found, *place, method).items()
+        }
         for place in places
         for method in METHODS
     }
     uneven = {
-        method: [max(means[place, method].values()) / min(means[place, method].values()) for place in places]
+        method: [
+            max(means[place, method].values()) / min(means[place, method].values())
+            for place in places
+        ]
         for method in METHODS
     }
     higher, gains, apart = [], [], []
@@ -200,7 +238,9 @@ def check(found: Found) -> list[Claim]:
         sgd, kfc, proxy = (means[place, method] for method in (SGD, KFC, PROXY))
         higher.append(sum(kfc[layer] > sgd[layer] for layer in sgd) / len(sgd))
         gains.append(math.exp(fmean(math.log(kfc[layer] / sgd[layer]) for layer in sgd)))
-        apart.append(max(max(kfc[layer] / proxy[layer], proxy[layer] / kfc[layer]) for layer in kfc))
+        apart.append(
+            max(max(kfc[layer] / proxy[layer], proxy[layer] / kfc[layer]) for layer in kfc)
+        )
     shown = partial(along, places)
     return [
         Claim(
@@ -235,7 +275,9 @@ def about(found: Found) -> str:
     setting = next(iter(found))
     reached: dict[str, list[float]] = {}
     for one, looks in found.items():
-        reached.setdefault(f"{one.run.model}, {one.run.method}", []).append(100 * list(looks.values())[-1]["accuracy"])
+        reached.setdefault(f"{one.run.model}, {one.run.method}", []).append(
+            100 * list(looks.values())[-1]["accuracy"]
+        )
     return (
         f"{setting.images} records; {len({one.run.seed for one in found})} seeds (± one standard deviation); "
         f"{setting.run.looks[-1]} steps at epsilon = {setting.run.epsilon:g}, batch {setting.run.batch_size}, seen "
@@ -249,10 +291,15 @@ def cells(found: Found) -> tuple[list[str], list[list[str]]]:
     """Headings and rows: a row a layer and geometry, a column a look."""
     rows = []
     for model in MODELS:
-        looks = [[profile(found, model, number, method) for number in range(len(WHEN))] for method in METHODS]
+        looks = [
+            [profile(found, model, number, method) for number in range(len(WHEN))]
+            for method in METHODS
+        ]
         for layer in looks[0][0]:
             for method, profiles in zip(METHODS, looks, strict=True):
-                rows.append([model, layer, method, *(spread(one[layer], ".3f") for one in profiles)])
+                rows.append(
+                    [model, layer, method, *(spread(one[layer], ".3f") for one in profiles)]
+                )
     return ["model", "layer", "geometry", *WHEN], rows
 
 

@@ -53,7 +53,9 @@ SEEDS = (1, 2, 3)
 QUICK = (("linear",), (3.0,), (0.5, 2.0, 8.0))  # models, epsilons, lengths
 RECORDS = 60_000  # of MNIST and FashionMNIST, with those that a try holds out
 DIGITS, KFC, POST, SGD = "dp-kfc on digits", "dp-kfc", "dp-kfc with post map", "dp-sgd"
-GROUPS: dict[str, tuple[str, ...]] = {  # a line of the summary: the kinds of sweeps that it is about
+GROUPS: dict[
+    str, tuple[str, ...]
+] = {  # a line of the summary: the kinds of sweeps that it is about
     "DP-KFC, recorded": (KFC,),
     "DP-KFC, digits": (DIGITS,),
     "DP-KFC, all": (KFC, DIGITS),
@@ -96,7 +98,9 @@ class Sweep:
         lengths = [point.length for point in self.points]
         if not 0.999 * lengths[0] <= length <= 1.001 * lengths[-1]:
             return None
-        return float(np.interp(math.log(length), np.log(lengths), [point.accuracy for point in self.points]))
+        return float(
+            np.interp(math.log(length), np.log(lengths), [point.accuracy for point in self.points])
+        )
 
     @property
     def loss(self) -> float | None:
@@ -131,21 +135,33 @@ def train(run: Run, device: str = "cpu") -> Result:
         noise_length=run.noise_length,
     )
     averaged = recipe.averaged(model)
-    return train_on_digits(model, recipe.optimizer(model), seed=run.seed, averaged=averaged, **recipe.arguments)
+    return train_on_digits(
+        model, recipe.optimizer(model), seed=run.seed, averaged=averaged, **recipe.arguments
+    )
 
 
 def digits_sweeps(results: Mapping[Run, Result]) -> list[Sweep]:
     """By model and epsilon; a point is the mean over the seeds, of the averaged weights."""
     sweeps = []
     for model, epsilon in dict.fromkeys((run.model, run.epsilon) for run in results):
-        found = {run: result for run, result in results.items() if (run.model, run.epsilon) == (model, epsilon)}
+        found = {
+            run: result
+            for run, result in results.items()
+            if (run.model, run.epsilon) == (model, epsilon)
+        }
         points = []
         for length in sorted({run.noise_length for run in found}):
             there = [result for run, result in found.items() if run.noise_length == length]
-            points.append(Point(there[0].lr, length, fmean(result.average or 0.0 for result in there)))
+            points.append(
+                Point(there[0].lr, length, fmean(result.average or 0.0 for result in there))
+            )
         (run, one), *_ = found.items()
         arm = f"dp-kfc, {one.noise}"
-        sweeps.append(Sweep(DIGITS, f"digits, {model}", arm, epsilon, run.batch_size, one.steps, tuple(points)))
+        sweeps.append(
+            Sweep(
+                DIGITS, f"digits, {model}", arm, epsilon, run.batch_size, one.steps, tuple(points)
+            )
+        )
     return sweeps
 
 
@@ -155,7 +171,9 @@ def recorded_sweeps(folder: Path) -> list[Sweep]:
     A point is the better of the last and the averaged weights, between which a study chooses as well.
     """
     sweeps: dict[str, dict[float, Row]] = {}
-    for row in (row for file in sorted(folder.rglob("*.jsonl")) for row in read(file) if "key" in row):
+    for row in (
+        row for file in sorted(folder.rglob("*.jsonl")) for row in read(file) if "key" in row
+    ):
         setting = Setting(**row["setting"])
         if setting.validation and setting.optimizer is None and setting.schedule == "constant":
             rest = {name: value for name, value in asdict(setting).items() if name != "lr"}
@@ -216,10 +234,14 @@ def summary(sweeps: Sequence[Sweep]) -> list[list[str]]:
         of = [sweep for sweep in sweeps if sweep.kind in kinds]
         if of:
             losses = [sweep.loss for sweep in of if sweep.loss is not None]
-            loss = [f"{100 * median(losses):.1f}", f"{100 * max(losses):.1f}"] if losses else ["", ""]
+            loss = (
+                [f"{100 * median(losses):.1f}", f"{100 * max(losses):.1f}"] if losses else ["", ""]
+            )
             rates, lengths = [sweep.best.lr for sweep in of], [sweep.best.length for sweep in of]
             counts = [str(len(of)), str(sum(sweep.at_edge for sweep in of))]
-            lines.append([name, *counts, spread(rates), spread(lengths), *loss, str(len(of) - len(losses))])
+            lines.append(
+                [name, *counts, spread(rates), spread(lengths), *loss, str(len(of) - len(losses))]
+            )
     return lines
 
 
@@ -229,7 +251,9 @@ def in_words(sweeps: Sequence[Sweep]) -> str:
     losses = [100 * sweep.loss for sweep in of if sweep.loss is not None]
     if not losses:
         return ""
-    rates, lengths = (ratio([getattr(sweep.best, name) for sweep in of]) for name in ("lr", "length"))
+    rates, lengths = (
+        ratio([getattr(sweep.best, name) for sweep in of]) for name in ("lr", "length")
+    )
     return (
         f"In {len(of)} sweeps of DP-KFC, without a map after the noise, the best learning rates differ by a factor of "
         f"{rates:.2g}, the best noise lengths by {lengths:.2g}. The preset's ρ = {NOISE_LENGTH:g} loses "
@@ -268,9 +292,28 @@ def cells(sweep: Sweep) -> list[str]:
 
 def markdown(sweeps: Sequence[Sweep], picture: str) -> str:
     preset = f"ρ = {NOISE_LENGTH:g}"
-    headings = ["sweep", "method", "epsilon", "batch", "steps", "rates", "best lr", "best ρ", "there %"]
+    headings = [
+        "sweep",
+        "method",
+        "epsilon",
+        "batch",
+        "steps",
+        "rates",
+        "best lr",
+        "best ρ",
+        "there %",
+    ]
     headings += [f"{preset} %", "loss"]
-    about = ["", "sweeps", "best at an edge", "best lr", "best ρ", f"median loss of {preset}", "worst", "outside"]
+    about = [
+        "",
+        "sweeps",
+        "best at an edge",
+        "best lr",
+        "best ρ",
+        f"median loss of {preset}",
+        "worst",
+        "outside",
+    ]
     remark = (
         f"Accuracies on held-out training records; losses in points. At the preset's {preset} accuracy is interpolated "
         "in log ρ between its neighbours, and not given outside a sweep. A star: the best is the first or the last of "
@@ -308,7 +351,9 @@ def plot(sweeps: Sequence[Sweep], file: Path) -> None:
 
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
     order = list(STYLES)
-    for sweep in sorted(sweeps, key=lambda sweep: order.index(sweep.kind) if sweep.kind in order else -1):
+    for sweep in sorted(
+        sweeps, key=lambda sweep: order.index(sweep.kind) if sweep.kind in order else -1
+    ):
         style = STYLES.get(sweep.kind, {"color": "0.85", "label": "others"})
         lost = [100 * (point.accuracy - sweep.best.accuracy) for point in sweep.points]
         for panel, name in zip(panels, ("lr", "length"), strict=True):
@@ -316,9 +361,20 @@ def plot(sweeps: Sequence[Sweep], file: Path) -> None:
             panel.plot(places, lost, "-o", markersize=2.5, linewidth=1.1, alpha=0.8, **style)
             if sweep.loss is not None:
                 place = places[0] * NOISE_LENGTH / sweep.points[0].length, -100 * sweep.loss
-                panel.plot(*place, "D", color=style["color"], markeredgecolor="black", markersize=5, zorder=3)
-    panels[0].plot([], [], "D", color="white", markeredgecolor="black", label=f"preset, ρ = {NOISE_LENGTH:g}")
-    panels[0].set(xlabel="learning rate", ylabel="accuracy minus the best of the sweep, points", ylim=(-16, 1))
+                panel.plot(
+                    *place,
+                    "D",
+                    color=style["color"],
+                    markeredgecolor="black",
+                    markersize=5,
+                    zorder=3,
+                )
+    panels[0].plot(
+        [], [], "D", color="white", markeredgecolor="black", label=f"preset, ρ = {NOISE_LENGTH:g}"
+    )
+    panels[0].set(
+        xlabel="learning rate", ylabel="accuracy minus the best of the sweep, points", ylim=(-16, 1)
+    )
     panels[1].set(xlabel="noise length ρ")
     for panel in panels:
         panel.set_xscale("log")
@@ -332,7 +388,9 @@ def plot(sweeps: Sequence[Sweep], file: Path) -> None:
             panel.xaxis.set_major_formatter("{x:g}")
             panel.xaxis.set_minor_formatter(NullFormatter())
     entries = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
-    figure.legend(entries.values(), entries.keys(), ncols=len(entries), loc="outside upper center", fontsize=8)
+    figure.legend(
+        entries.values(), entries.keys(), ncols=len(entries), loc="outside upper center", fontsize=8
+    )
     figure.savefig(file, dpi=150)
     plt.close(figure)
 
@@ -343,10 +401,18 @@ def sweep_runs(
     return [Run(*one) for one in product(models, epsilons, lengths, seeds)]
 
 
-def execute(runs: Sequence[Run], recorded: Sequence[Sweep], file: Path, order: ReproduceOptions) -> None:
+def execute(
+    runs: Sequence[Run], recorded: Sequence[Sweep], file: Path, order: ReproduceOptions
+) -> None:
     results = run_all(runs, partial(train, device=order.device), file, order.console)
     sweeps = [*recorded, *digits_sweeps(results)]
-    publish(file, markdown(sweeps, file.with_suffix(".png").name), order.console, partial(plot, sweeps), order.quick)
+    publish(
+        file,
+        markdown(sweeps, file.with_suffix(".png").name),
+        order.console,
+        partial(plot, sweeps),
+        order.quick,
+    )
 
 
 def run(order: ReproduceOptions) -> None:
@@ -356,25 +422,46 @@ def run(order: ReproduceOptions) -> None:
     runs = sweep_runs(models, epsilons, lengths, order.seeds(SEEDS))
     try:
         recorded = recorded_sweeps(out)
-        execute(runs, recorded, out / ("quick.jsonl" if order.quick else "noise-length.jsonl"), order)
+        execute(
+            runs, recorded, out / ("quick.jsonl" if order.quick else "noise-length.jsonl"), order
+        )
     except (OSError, ValueError) as error:
         raise dpkfc.PrivacyError(str(error)) from error
     if not recorded:
-        first = " and ".join(f"`dpkfc reproduce {name} --out {out / name}`" for name in ("geometry", "correlated"))
+        first = " and ".join(
+            f"`dpkfc reproduce {name} --out {out / name}`" for name in ("geometry", "correlated")
+        )
         advice = f"The digits alone: for sweeps of the paper's CNN run {first}, then this again."
         order.console.print(advice, soft_wrap=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m experiments.noise_length", description=__doc__.split("\n")[0])
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help="recorded studies (default: the digits only)")
-    parser.add_argument("--out", type=results_file, required=True, metavar="FILE.jsonl", help="results on the digits")
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.noise_length", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--results", type=Path, metavar="FOLDER", help="recorded studies (default: the digits only)"
+    )
+    parser.add_argument(
+        "--out",
+        type=results_file,
+        required=True,
+        metavar="FILE.jsonl",
+        help="results on the digits",
+    )
     chosen = parser.parse_args(arguments)
     try:
         recorded = recorded_sweeps(chosen.results) if chosen.results else []
         if chosen.results and not recorded:
-            raise ValueError(f"{chosen.results} holds no sweep: three tries that differ only in the learning rate")
-        execute(sweep_runs(MODELS, EPSILONS, LENGTHS, SEEDS), recorded, chosen.out, ReproduceOptions(chosen.out.parent))
+            raise ValueError(
+                f"{chosen.results} holds no sweep: three tries that differ only in the learning rate"
+            )
+        execute(
+            sweep_runs(MODELS, EPSILONS, LENGTHS, SEEDS),
+            recorded,
+            chosen.out,
+            ReproduceOptions(chosen.out.parent),
+        )
     except (dpkfc.PrivacyError, OSError, ValueError) as error:
         sys.exit(f"experiments.noise_length: {error}")
 

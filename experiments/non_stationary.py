@@ -42,14 +42,22 @@ GEOMETRIES: dict[str, dict[str, Any] | None] = {
 
 def grid(task: str) -> Grid:
     rates = RATES[task.rsplit(maxsplit=1)[1]]
-    return {arm: [{"geometry": geometry, "lr": lr} for lr in rates] for arm, geometry in GEOMETRIES.items()}
+    return {
+        arm: [{"geometry": geometry, "lr": lr} for lr in rates]
+        for arm, geometry in GEOMETRIES.items()
+    }
 
 
 def report(study: Study, rows: Sequence[Row], folder: Path, console: Console) -> None:
     gaps = {other: compared(study, rows, other, ["synthetic"]) for other in ("oracle", "dp-sgd")}
-    tests = {(task, arm): by_seed(study, rows, task, arm) for task in study.tasks for arm in GEOMETRIES}
+    tests = {
+        (task, arm): by_seed(study, rows, task, arm) for task in study.tasks for arm in GEOMETRIES
+    }
     tasks = [task for task in study.tasks if any(tests[task, arm] for arm in GEOMETRIES)]
-    cells = [[task, *(mean_and_spread([*tests[task, arm].values()]) for arm in GEOMETRIES)] for task in tasks]
+    cells = [
+        [task, *(mean_and_spread([*tests[task, arm].values()]) for arm in GEOMETRIES)]
+        for task in tasks
+    ]
     differences = [
         [
             task,
@@ -68,21 +76,35 @@ def report(study: Study, rows: Sequence[Row], folder: Path, console: Console) ->
         markdown_table(["images, model", "less the oracle", "", "less DP-SGD", ""], differences),
         "![test accuracy by images and arm](non-stationary.png)",
     ]
-    publish(folder / "non-stationary", "\n\n".join(text) + "\n", console, partial(plot, tasks, tests))
+    publish(
+        folder / "non-stationary", "\n\n".join(text) + "\n", console, partial(plot, tasks, tests)
+    )
 
 
 def _told(difference: Difference | None) -> tuple[str, str]:
     return ("too few runs", "") if difference is None else (str(difference), verdict(difference))
 
 
-def finding(oracle: Mapping[tuple[str, str], Difference], dpsgd: Mapping[tuple[str, str], Difference]) -> str:
+def finding(
+    oracle: Mapping[tuple[str, str], Difference], dpsgd: Mapping[tuple[str, str], Difference]
+) -> str:
     """Where synthetic geometry loses most to the oracle's, and whether it is ever worse than none."""
     if not oracle or not dpsgd:
         return "Too few runs for a finding."
     (worst, _), loss = min(oracle.items(), key=lambda entry: entry[1].mean)
-    behind = [task for (task, _), difference in oracle.items() if verdict(difference) == "materially worse"]
-    worse = [task for (task, _), difference in dpsgd.items() if verdict(difference) == "materially worse"]
-    better = [task for (task, _), difference in dpsgd.items() if verdict(difference) == "materially better"]
+    behind = [
+        task
+        for (task, _), difference in oracle.items()
+        if verdict(difference) == "materially worse"
+    ]
+    worse = [
+        task for (task, _), difference in dpsgd.items() if verdict(difference) == "materially worse"
+    ]
+    better = [
+        task
+        for (task, _), difference in dpsgd.items()
+        if verdict(difference) == "materially better"
+    ]
     return "\n".join(
         [
             f"- Synthetic loses most to the oracle on {worst}: {loss}.",
@@ -93,7 +115,9 @@ def finding(oracle: Mapping[tuple[str, str], Difference], dpsgd: Mapping[tuple[s
     )
 
 
-def plot(tasks: Sequence[str], tests: Mapping[tuple[str, str], Mapping[int, float]], file: Path) -> None:
+def plot(
+    tasks: Sequence[str], tests: Mapping[tuple[str, str], Mapping[int, float]], file: Path
+) -> None:
     """A row a kind of images and model; a dot for every seed and a bar at the mean, by arm."""
     import matplotlib
 
@@ -106,10 +130,20 @@ def plot(tasks: Sequence[str], tests: Mapping[tuple[str, str], Mapping[int, floa
         for number, arm in enumerate(GEOMETRIES):
             values = [100 * value for value in tests[task, arm].values()]
             height = place + 0.17 * (number - 1.5)
-            panel.plot(values, [height] * len(values), "o", markersize=4, alpha=0.5, color=COLORS[arm])
+            panel.plot(
+                values, [height] * len(values), "o", markersize=4, alpha=0.5, color=COLORS[arm]
+            )
             if values:
                 label = arm if not place else None
-                panel.plot(fmean(values), height, "|", markersize=11, markeredgewidth=2, color=COLORS[arm], label=label)
+                panel.plot(
+                    fmean(values),
+                    height,
+                    "|",
+                    markersize=11,
+                    markeredgewidth=2,
+                    color=COLORS[arm],
+                    label=label,
+                )
     panel.set_yticks(range(len(tasks)), tasks)
     panel.set_ylim(len(tasks) - 0.5, -0.5)
     panel.set_xlabel("test accuracy, %")
@@ -124,7 +158,11 @@ STUDY = Study(
     about="Where data-free geometry breaks: images whose statistics pink noise does not share.",
     title="Images changed on purpose, FashionMNIST at epsilon = 1, delta = 1e-05",
     tasks={
-        f"{images} {model}": {**COMMON, **SHORT[model], "change": None if images == "natural" else images}
+        f"{images} {model}": {
+            **COMMON,
+            **SHORT[model],
+            "change": None if images == "natural" else images,
+        }
         for model, kinds in INPUTS.items()
         for images in kinds
     },

@@ -56,12 +56,19 @@ def pink() -> dpkfc.probes.PinkNoise:
 
 
 def train(
-    model: nn.Module, optimizer: Optimizer, *, seed: int, averaged: AveragedModel | None = None, **arguments: Any
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    seed: int,
+    averaged: AveragedModel | None = None,
+    **arguments: Any,
 ) -> Result:
     """A plain PyTorch loop; `arguments` are those of `make_private`."""
     records, measured = data()
     records = on_device(records, next(model.parameters()).device)
-    private = dpkfc.make_private(model, optimizer, records, seed=seed, loss=dpkfc.losses.cross_entropy, **arguments)
+    private = dpkfc.make_private(
+        model, optimizer, records, seed=seed, loss=dpkfc.losses.cross_entropy, **arguments
+    )
     for images, labels in private.loader:
         F.cross_entropy(model(images), labels).backward()
         optimizer.step()
@@ -87,16 +94,24 @@ def run_all(
     kept = _read(settings, out)
     todo = [setting for setting in settings if setting not in kept]
     out.parent.mkdir(parents=True, exist_ok=True)
-    console.print(f"{len(settings) - len(todo)} of {len(settings)} runs are in {out}", highlight=False, soft_wrap=True)
+    console.print(
+        f"{len(settings) - len(todo)} of {len(settings)} runs are in {out}",
+        highlight=False,
+        soft_wrap=True,
+    )
     with bar(console) as progress:
         overall = progress.add_task("runs", total=len(todo))
         for setting in todo:
             kept[setting] = result = run(setting)
             with out.open("a") as file:
-                file.write(json.dumps({"setting": asdict(setting), "result": asdict(result)}) + "\n")
+                file.write(
+                    json.dumps({"setting": asdict(setting), "result": asdict(result)}) + "\n"
+                )
             progress.advance(overall)
             shown = 100 * (result.last if result.average is None else result.average)
-            progress.console.print(f"{setting}: {shown:.1f} %", markup=False, highlight=False, soft_wrap=True)
+            progress.console.print(
+                f"{setting}: {shown:.1f} %", markup=False, highlight=False, soft_wrap=True
+            )
     return {setting: kept[setting] for setting in settings}
 
 
@@ -114,5 +129,7 @@ def results_file(text: str) -> Path:
     """For argparse's `type`: the table and the picture are written beside it, under the same name."""
     file = Path(text)
     if file.suffix != ".jsonl":
-        raise argparse.ArgumentTypeError(f"{text!r} must end in .jsonl: the .md and the .png go beside it")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must end in .jsonl: the .md and the .png go beside it"
+        )
     return file

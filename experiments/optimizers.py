@@ -49,7 +49,10 @@ ARMS: dict[str, dict[str, Any]] = {
     "public dp-kfc": {"geometry": KFC | {"probe": {"public": "fashion-mnist"}, "post": 0.5}},
     "dp-kfc": {"geometry": KFC | {"post": 0.5}},
     "dp-kfc + adambc": {"geometry": KFC, "optimizer": {"name": "DPAdamBC"}},
-    "dp-kfc + correlated noise": {"geometry": KFC, "noise": {"name": "BandedSquareRoot", "bands": 16}},
+    "dp-kfc + correlated noise": {
+        "geometry": KFC,
+        "noise": {"name": "BandedSquareRoot", "bands": 16},
+    },
 }
 RATES: dict[str, dict[str, tuple[float, float, float]]] = {
     "plain": {
@@ -89,7 +92,9 @@ def grid(task: str) -> Grid:
 @cache
 def noise(epsilon: float) -> float:
     """The multiplier of independent noise in the paper's protocol."""
-    return Plan.make(records=60_000, batch_size=256, epochs=5, clip=1.0, epsilon=epsilon, delta=1e-5).noise_multiplier
+    return Plan.make(
+        records=60_000, batch_size=256, epochs=5, clip=1.0, epsilon=epsilon, delta=1e-5
+    ).noise_multiplier
 
 
 def follow(block: str, epsilon: float) -> Follow:
@@ -120,7 +125,9 @@ STUDY = Study(
         for arm, figures in PUBLISHED.items()
         for epsilon, figure in zip(EPSILONS, figures, strict=True)
     },
-    follows={name(block, epsilon): follow(block, epsilon) for block in BLOCKS for epsilon in EPSILONS[1:]},
+    follows={
+        name(block, epsilon): follow(block, epsilon) for block in BLOCKS for epsilon in EPSILONS[1:]
+    },
 )
 
 if __name__ == "__main__":

@@ -138,10 +138,17 @@ def train(
         probe=probe,
         noise_length=run.noise_length,
     )
-    recipe.arguments["geometry"].every = recipe.arguments["steps"]  # the inputs of a linear model never change
+    recipe.arguments["geometry"].every = recipe.arguments[
+        "steps"
+    ]  # the inputs of a linear model never change
     optimizer, averaged = recipe.optimizer(model), recipe.averaged(model)
     private = dpkfc.make_private(
-        model, optimizer, records, **recipe.arguments, seed=run.seed, loss=dpkfc.losses.cross_entropy
+        model,
+        optimizer,
+        records,
+        **recipe.arguments,
+        seed=run.seed,
+        loss=dpkfc.losses.cross_entropy,
     )
     begun = time.perf_counter()
     for x, y in private.loader:
@@ -168,12 +175,23 @@ def train(
 
 def markdown(rows: Sequence[Row], quick: bool = False) -> str:
     """The table, beside the marks."""
-    headings = ["data set", "epsilon", "test %", "mark %", "noise", "batch", "steps", "learning rate"]
+    headings = [
+        "data set",
+        "epsilon",
+        "test %",
+        "mark %",
+        "noise",
+        "batch",
+        "steps",
+        "learning rate",
+    ]
     lines = []
     for dataset in MARKS:
         for epsilon in EPSILONS:
             wanted = {"dataset": dataset, "epsilon": epsilon, "validation": 0}
-            found = [Result(**row["result"]) for row in rows if wanted.items() <= row["run"].items()]
+            found = [
+                Result(**row["result"]) for row in rows if wanted.items() <= row["run"].items()
+            ]
             if found:
                 one, mark = found[0], f"{MARKS[dataset]:.1f}" if epsilon == 3 and not quick else ""
                 noise = f"{one.noise}, multiplier {one.noise_multiplier:.3g}"
@@ -192,7 +210,10 @@ def runs_of(
     noise_length: float = dpkfc.planning.recipe.NOISE_LENGTH,
 ) -> list[Run]:
     every = product(datasets, epsilons, seeds)
-    return [Run(dataset, epsilon, seed, validation, epochs, noise_length) for dataset, epsilon, seed in every]
+    return [
+        Run(dataset, epsilon, seed, validation, epochs, noise_length)
+        for dataset, epsilon, seed in every
+    ]
 
 
 def execute(runs: Iterable[Run], file: Path, order: ReproduceOptions) -> None:
@@ -203,7 +224,9 @@ def execute(runs: Iterable[Run], file: Path, order: ReproduceOptions) -> None:
 
 def run(order: ReproduceOptions) -> None:
     """The whole table; quick: one run on the first records of MNIST."""
-    datasets, epsilons, name = (["mnist"], [3.0], "quick") if order.quick else (MARKS, EPSILONS, "preset")
+    datasets, epsilons, name = (
+        (["mnist"], [3.0], "quick") if order.quick else (MARKS, EPSILONS, "preset")
+    )
     try:
         execute(runs_of(datasets, epsilons, order.seeds(SEEDS)), order.out / f"{name}.jsonl", order)
     except (OSError, ValueError) as error:
@@ -211,16 +234,29 @@ def run(order: ReproduceOptions) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m experiments.preset", description=__doc__.split("\n")[0])
-    parser.add_argument("--data-dir", type=Path, help="with mnist/, fashion-mnist/, cifar-10/ (default $DPKFC_DATA)")
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.preset", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--data-dir", type=Path, help="with mnist/, fashion-mnist/, cifar-10/ (default $DPKFC_DATA)"
+    )
     parser.add_argument("--dataset", type=names_among(MARKS), default=list(MARKS), metavar="A,B")
     parser.add_argument("--epsilon", type=float, nargs="+", default=EPSILONS)
     parser.add_argument("--seed", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--epochs", type=float, default=dpkfc.planning.recipe.EPOCHS)
     parser.add_argument("--noise-length", type=float, default=dpkfc.planning.recipe.NOISE_LENGTH)
-    parser.add_argument("--validation", type=int, default=0, help="hold out so many training records, and test on them")
     parser.add_argument(
-        "--out", type=results_file, required=True, metavar="FILE.jsonl", help="results; the table goes beside it"
+        "--validation",
+        type=int,
+        default=0,
+        help="hold out so many training records, and test on them",
+    )
+    parser.add_argument(
+        "--out",
+        type=results_file,
+        required=True,
+        metavar="FILE.jsonl",
+        help="results; the table goes beside it",
     )
     chosen = parser.parse_args(arguments)
     common = (chosen.validation, chosen.epochs, chosen.noise_length)
@@ -241,7 +277,12 @@ def run_all(runs: Sequence[Run], out: Path, order: ReproduceOptions) -> None:
     if order.quick:
         data, probes = first(data, *QUICK_RECORDS), QUICK_PROBES
     out.parent.mkdir(parents=True, exist_ok=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=order.console) as progress:
         bar = progress.add_task(f"{todo[0].dataset}: features", total=1.0)
 
@@ -250,11 +291,16 @@ def run_all(runs: Sequence[Run], out: Path, order: ReproduceOptions) -> None:
 
         found, probe = features(data, on_part, probes)
         for run in todo:
-            progress.reset(bar, description=f"{run.dataset}: epsilon {round_up(run.epsilon, 6)}, seed {run.seed}")
+            progress.reset(
+                bar,
+                description=f"{run.dataset}: epsilon {round_up(run.epsilon, 6)}, seed {run.seed}",
+            )
             result = train(run, found, probe, on_part, order.device)
             with out.open("a") as file:
                 file.write(json.dumps({"run": asdict(run), "result": asdict(result)}) + "\n")
-            order.console.print(f"{run}: {100 * result.accuracy:.2f} %", markup=False, highlight=False)
+            order.console.print(
+                f"{run}: {100 * result.accuracy:.2f} %", markup=False, highlight=False
+            )
 
 
 if __name__ == "__main__":

@@ -68,7 +68,10 @@ def name(kind: str, alpha: float) -> str:
 
 def grid(task: str) -> Grid:
     scaling, lr = TASKS[task]["scaling"], RATES[task.split()[1]]
-    geometries: dict[str, dict[str, Any] | None] = {"dp-sgd": None, "oracle": kfc({"oracle": "records"})}
+    geometries: dict[str, dict[str, Any] | None] = {
+        "dp-sgd": None,
+        "oracle": kfc({"oracle": "records"}),
+    }
     for kind, alphas in KINDS[task].items():
         geometries |= {name(kind, alpha): kfc(probe(kind, alpha, scaling)) for alpha in alphas}
     return {arm: [{"geometry": geometry, "lr": lr}] for arm, geometry in geometries.items()}
@@ -97,13 +100,20 @@ def answers(study: Study, rows: Sequence[Row]) -> dict[tuple[str, str], Differen
 
 
 def report(study: Study, rows: Sequence[Row], folder: Path, console: Console) -> None:
-    tests = {(task, arm): by_seed(study, rows, task, arm) for task in study.tasks for arm in study.grid(task)}
+    tests = {
+        (task, arm): by_seed(study, rows, task, arm)
+        for task in study.tasks
+        for arm in study.grid(task)
+    }
     tasks = [task for task in study.tasks if any(tests[task, arm] for arm in study.grid(task))]
     lines = [
         [
             task,
             kind,
-            *(mean_and_spread([*tests[task, name(kind, a)].values()]) if a in alphas else "" for a in ALPHAS),
+            *(
+                mean_and_spread([*tests[task, name(kind, a)].values()]) if a in alphas else ""
+                for a in ALPHAS
+            ),
         ]
         for task in tasks
         for kind, alphas in KINDS[task].items()
@@ -116,7 +126,13 @@ def report(study: Study, rows: Sequence[Row], folder: Path, console: Console) ->
     lines.sort(key=lambda line: tasks.index(line[0]))
     found = answers(study, rows)
     asked = [
-        [task, question, f"{own} - {other}", str(found[task, question]), verdict(found[task, question])]
+        [
+            task,
+            question,
+            f"{own} - {other}",
+            str(found[task, question]),
+            verdict(found[task, question]),
+        ]
         for task in tasks
         for question, own, other in QUESTIONS
         if (task, question) in found
@@ -129,25 +145,39 @@ def report(study: Study, rows: Sequence[Row], folder: Path, console: Console) ->
         "1/f^alpha; mean ± standard deviation over seeds. Dark: images of mean 0. Bright: of the mean that pixels are "
         "guessed to have. Varying: of different brightness. Colour: bright, with channels alike. DP-SGD and the oracle "
         "have no alpha.",
-        markdown_table(["task", "probes", *(f"alpha {alpha:g}" for alpha in ALPHAS)], lines, left=2),
+        markdown_table(
+            ["task", "probes", *(f"alpha {alpha:g}" for alpha in ALPHAS)], lines, left=2
+        ),
         "What each choice is worth, within a seed, in points: mean and 95% interval.",
         markdown_table(["task", "choice", "arms", "points", "verdict"], asked, left=3),
         "![test accuracy by alpha](probe-spectrum.png)",
     ]
-    publish(folder / "probe-spectrum", "\n\n".join(text) + "\n", console, partial(plot, study, tests))
+    publish(
+        folder / "probe-spectrum", "\n\n".join(text) + "\n", console, partial(plot, study, tests)
+    )
 
 
 def finding(found: Mapping[tuple[str, str], Difference]) -> str:
     """For each choice, what it was worth, least to most of the tasks, and where that is material."""
     told = []
     for question, *_ in QUESTIONS:
-        here = {task: difference for (task, asked), difference in found.items() if asked == question}
+        here = {
+            task: difference for (task, asked), difference in found.items() if asked == question
+        }
         if here:
             means = [difference.mean for difference in here.values()]
-            material = [task for task, difference in here.items() if verdict(difference).startswith("materially")]
+            material = [
+                task
+                for task, difference in here.items()
+                if verdict(difference).startswith("materially")
+            ]
             where = f"material on {', '.join(material)}" if material else "nowhere material"
             told.append(f"- {question}: {min(means):+.1f} to {max(means):+.1f} points, {where}")
-    return "\n".join(["What each choice is worth:\n", *told]) if told else "Too few runs for a finding."
+    return (
+        "\n".join(["What each choice is worth:\n", *told])
+        if told
+        else "Too few runs for a finding."
+    )
 
 
 def plot(study: Study, tests: Mapping[tuple[str, str], Mapping[int, float]], file: Path) -> None:
@@ -165,16 +195,29 @@ def plot(study: Study, tests: Mapping[tuple[str, str], Mapping[int, float]], fil
             if values := [100 * value for value in tests[task, arm].values()]:
                 panel.axhline(fmean(values), color="black", linestyle=style, linewidth=1, label=arm)
         for kind, alphas in KINDS[task].items():
-            runs = {a: [100 * value for value in tests[task, name(kind, a)].values()] for a in alphas}
+            runs = {
+                a: [100 * value for value in tests[task, name(kind, a)].values()] for a in alphas
+            }
             known = {a: values for a, values in runs.items() if len(values) > 1}
             means, spreads = [*map(fmean, known.values())], [*map(stdev, known.values())]
-            panel.errorbar([*known], means, spreads, fmt="o-", markersize=4, capsize=3, color=COLORS[kind], label=kind)
+            panel.errorbar(
+                [*known],
+                means,
+                spreads,
+                fmt="o-",
+                markersize=4,
+                capsize=3,
+                color=COLORS[kind],
+                label=kind,
+            )
         panel.set_title(task)
         panel.set_xlabel("alpha of 1/f^alpha")
         panel.grid(alpha=0.3)
     panels[0, 0].set_ylabel("test accuracy, %")
     entries = {
-        label: handle for panel in panels[0] for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+        label: handle
+        for panel in panels[0]
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
     figure.legend(entries.values(), entries.keys(), ncols=len(entries), loc="outside upper center")
     figure.savefig(file, dpi=150)

@@ -24,7 +24,14 @@ from dpkfc.planning.choose_noise import Noise, evaluate
 from dpkfc.random import first_key, next_key, sub_key
 from experiments.options import ReproduceOptions
 
-RUN: dict[str, Any] = {"records": 60_000, "batch_size": 256, "steps": 700, "clip": 1.0, "epsilon": 3.0, "delta": 1e-5}
+RUN: dict[str, Any] = {
+    "records": 60_000,
+    "batch_size": 256,
+    "steps": 700,
+    "clip": 1.0,
+    "epsilon": 3.0,
+    "delta": 1e-5,
+}
 SIZE, SEEDS = 4000, (0, 1, 2)
 SIGNAL = 1e-4  # a twentieth of the independent noise of a step
 NOISES: dict[str, Noise] = {
@@ -40,7 +47,9 @@ def _sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1.0, momentum=0.9)
 
 
-WAYS: tuple[Way, ...] = (  # name, optimizer, steps between random rescalings of every coordinate, cosine schedule?
+WAYS: tuple[
+    Way, ...
+] = (  # name, optimizer, steps between random rescalings of every coordinate, cosine schedule?
     ("SGD with momentum", _sgd, None, False),
     ("SGD, cosine learning rate", _sgd, None, True),
     ("SGD, coordinates rescaled every 100 steps", _sgd, 100, False),
@@ -52,7 +61,10 @@ WAYS: tuple[Way, ...] = (  # name, optimizer, steps between random rescalings of
 def error(noise: Noise, way: Way, seed: int) -> float:
     """Noise over signal in the path of θ. Rescaling: every coordinate by a factor exp(N(0, .5²)) of its own."""
     candidate = evaluate(noise, dpkfc.noise.Workload.sgd(momentum=0.9), **RUN)
-    stream, scale = candidate.factorization.stream(SIZE), candidate.plan.noise_scale / candidate.plan.batch_size
+    stream, scale = (
+        candidate.factorization.stream(SIZE),
+        candidate.plan.noise_scale / candidate.plan.batch_size,
+    )
     _, make, every, cosine = way
     both, alone = (torch.zeros(SIZE, requires_grad=True) for _ in range(2))
     optimizers = [make([both]), make([alone])]
@@ -78,7 +90,9 @@ def run(order: ReproduceOptions) -> None:
     out, console, seeds = order.out, order.console, order.seeds(SEEDS)
     found: dict[str, dict[str, list[float]]] = {}
     for way in track(WAYS, "rescaling", console=console, transient=True):
-        errors = {name: [error(noise, way, seed) for seed in seeds] for name, noise in NOISES.items()}
+        errors = {
+            name: [error(noise, way, seed) for seed in seeds] for name, noise in NOISES.items()
+        }
         found[way[0]] = {
             name: [own / alone for own, alone in zip(values, errors["independent"], strict=True)]
             for name, values in errors.items()
@@ -95,7 +109,11 @@ def run(order: ReproduceOptions) -> None:
         table.add_row(*line)
     console.print(table)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "rescaling.json").write_text(json.dumps({"run": RUN, "seeds": seeds, "ratios": found}, indent=1) + "\n")
+    (out / "rescaling.json").write_text(
+        json.dumps({"run": RUN, "seeds": seeds, "ratios": found}, indent=1) + "\n"
+    )
     markdown = markdown_table(["on the way", *names], cells)
     settings = ", ".join(f"{name} {value:g}" for name, value in RUN.items())
-    (out / "rescaling.md").write_text(f"# {title}\n\n`dpkfc reproduce rescaling`: {settings}.\n\n{markdown}\n")
+    (out / "rescaling.md").write_text(
+        f"# {title}\n\n`dpkfc reproduce rescaling`: {settings}.\n\n{markdown}\n"
+    )

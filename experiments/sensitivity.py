@@ -70,18 +70,24 @@ class Protocol:
         if self.trials < 3:
             raise ValueError(f"trials={self.trials}: nothing can be told from fewer than 3")
         if self.records is not None and not 0 < self.validation < self.records:
-            raise ValueError(f"validation={self.validation}: must be part of the {self.records} records")
+            raise ValueError(
+                f"validation={self.validation}: must be part of the {self.records} records"
+            )
 
     @property
     def contents(self) -> dict[str, Any]:
         """What results depend on."""
-        return {name: value for name, value in asdict(self).items() if name not in ("trials", "seeds")}
+        return {
+            name: value for name, value in asdict(self).items() if name not in ("trials", "seeds")
+        }
 
     @property
     def key(self) -> str:
         return hashlib.sha256(json.dumps(self.contents, sort_keys=True).encode()).hexdigest()[:16]
 
-    def setting(self, dataset: str, method: str, params: Mapping[str, float], records: int) -> Setting:
+    def setting(
+        self, dataset: str, method: str, params: Mapping[str, float], records: int
+    ) -> Setting:
         """A trial on a data set with so many training records."""
         geometry = None
         if method == "DP-KFC":
@@ -123,7 +129,11 @@ class Place:
     def rows(self, dataset: str, method: str, final: bool) -> list[Row]:
         """Those of this protocol: trials, or runs on the test set."""
         whose = {"key": self.protocol.key, "dataset": dataset, "method": method}
-        found = [row for row in read(self.file) if all(row.get(name) == value for name, value in whose.items())]
+        found = [
+            row
+            for row in read(self.file)
+            if all(row.get(name) == value for name, value in whose.items())
+        ]
         return [row for row in found if (row["setting"]["validation"] == 0) == final]
 
     def trials(self, dataset: str, method: str) -> list[Row]:
@@ -190,14 +200,18 @@ def suggest(trial: Trial, method: str) -> Params:
 def search(place: Place, dataset: str, method: str, load: Load, console: Console) -> None:
     """All trials of a method. Those in the file are told to the search first, the others are appended to it."""
     done = place.trials(dataset, method)
-    console.print(f"{dataset}, {method}: {len(done)} of {place.protocol.trials} trials are in {place.file}")
+    console.print(
+        f"{dataset}, {method}: {len(done)} of {place.protocol.trials} trials are in {place.file}"
+    )
     if len(done) == place.protocol.trials:
         return
     records = len(load(dataset, SCALINGS[dataset])[0])
 
     def objective(trial: Trial) -> float:
         params = suggest(trial, method)
-        return place.add(place.protocol.setting(dataset, method, params, records), params, load, console)
+        return place.add(
+            place.protocol.setting(dataset, method, params, records), params, load, console
+        )
 
     storage, name = place.file.with_suffix(".db"), f"{dataset}, {method}, {place.protocol.key}"
     storage.unlink(missing_ok=True)
@@ -236,11 +250,17 @@ def sweep(place: Place, dataset: str, method: str) -> Sweep | None:
         return None
     accuracy = np.array([row["result"]["last"] for row in trials])
     chosen = replace(Setting(**trials[int(accuracy.argmax())]["setting"]), validation=0)
-    measured = {Setting(**row["setting"]).key: row["result"]["last"] for row in place.rows(dataset, method, final=True)}
+    measured = {
+        Setting(**row["setting"]).key: row["result"]["last"]
+        for row in place.rows(dataset, method, final=True)
+    }
     keys = [replace(chosen, seed=seed).key for seed in place.protocol.seeds]
     if not all(key in measured for key in keys):
         return None
-    values = {name: np.array([row["params"][name] for row in trials], dtype=float) for name in METHODS[method]}
+    values = {
+        name: np.array([row["params"][name] for row in trials], dtype=float)
+        for name in METHODS[method]
+    }
     return Sweep(values, accuracy, tuple(measured[key] for key in keys))
 
 
@@ -260,13 +280,24 @@ def command(protocol: Protocol) -> str:
         if protocol == replace(known, seeds=protocol.seeds):
             seed = "" if protocol.seeds == known.seeds else f" --seed {protocol.seeds[0]}"
             return f"dpkfc reproduce table7 --data-dir DATA{quick}{seed}"
-    options = {name: getattr(protocol, name) for name in ("trials", "records", "validation", "epochs", "probe_batch")}
-    given = [f"--{name.replace('_', '-')} {value:.10g}" for name, value in options.items() if value is not None]
+    options = {
+        name: getattr(protocol, name)
+        for name in ("trials", "records", "validation", "epochs", "probe_batch")
+    }
+    given = [
+        f"--{name.replace('_', '-')} {value:.10g}"
+        for name, value in options.items()
+        if value is not None
+    ]
     return " ".join(["python -m experiments.sensitivity", *given, "--data-dir DATA --out FOLDER"])
 
 
 def about(protocol: Protocol) -> str:
-    records = "all training records" if protocol.records is None else f"the first {protocol.records:,} training records"
+    records = (
+        "all training records"
+        if protocol.records is None
+        else f"the first {protocol.records:,} training records"
+    )
     full = "as in the paper" if protocol.trials == FULL.trials else f"the paper has {FULL.trials}"
     return f"    {command(protocol)}\n\n" + (
         f"{protocol.trials} trials a method and data set ({full}), TPE, ε = {protocol.epsilon:g}, δ = "
@@ -285,7 +316,9 @@ def execute(protocol: Protocol, datasets: Sequence[str], order: ReproduceOptions
     """Search and measure, data set by data set; the report grows with each of them."""
     out, console, quick = order.out, order.console, order.quick
     if not find_spec("optuna"):
-        raise dpkfc.PrivacyError("the search needs Optuna, which is not installed: pip install 'dpkfc[tune]'")
+        raise dpkfc.PrivacyError(
+            "the search needs Optuna, which is not installed: pip install 'dpkfc[tune]'"
+        )
     out.mkdir(parents=True, exist_ok=True)
     prefix = "quick-" if quick else ""
     place = Place(out / f"{prefix}results.jsonl", protocol, order.device)
@@ -296,7 +329,12 @@ def execute(protocol: Protocol, datasets: Sequence[str], order: ReproduceOptions
         for method in METHODS:
             finish(place, dataset, method, for_finals, console)
         sweeps = collect(place)
-        publish(out / f"{prefix}table7.md", markdown(sweeps, about(protocol), prefix), console, quick=quick)
+        publish(
+            out / f"{prefix}table7.md",
+            markdown(sweeps, about(protocol), prefix),
+            console,
+            quick=quick,
+        )
         if not find_spec("matplotlib"):
             console.print("matplotlib is not installed: no pictures")
             continue
@@ -317,15 +355,27 @@ def run(order: ReproduceOptions) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     prog = "experiments.sensitivity"
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=__doc__.split("\n")[0])
-    parser.add_argument("--data-dir", type=Path, help="the folder with mnist/, ... (default $DPKFC_DATA)")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for results, tables and pictures")
+    parser.add_argument(
+        "--data-dir", type=Path, help="the folder with mnist/, ... (default $DPKFC_DATA)"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FOLDER", help="for results, tables and pictures"
+    )
     names = list(SCALINGS)
-    parser.add_argument("--datasets", type=names_among(names), default=names, metavar="A,B", help=", ".join(names))
-    parser.add_argument("--trials", type=int, default=FULL.trials, help="of each method and data set (%(default)s)")
+    parser.add_argument(
+        "--datasets", type=names_among(names), default=names, metavar="A,B", help=", ".join(names)
+    )
+    parser.add_argument(
+        "--trials", type=int, default=FULL.trials, help="of each method and data set (%(default)s)"
+    )
     parser.add_argument("--records", type=int, help="the first ones of the training set (all)")
-    parser.add_argument("--validation", type=int, default=FULL.validation, help="of them held out (%(default)s)")
+    parser.add_argument(
+        "--validation", type=int, default=FULL.validation, help="of them held out (%(default)s)"
+    )
     parser.add_argument("--epochs", type=float, default=FULL.epochs, help="(%(default)s)")
-    parser.add_argument("--probe-batch", type=int, default=FULL.probe_batch, help="probes a step (%(default)s)")
+    parser.add_argument(
+        "--probe-batch", type=int, default=FULL.probe_batch, help="probes a step (%(default)s)"
+    )
     chosen = vars(parser.parse_args(arguments))
     out, data_dir, datasets = (chosen.pop(name) for name in ("out", "data_dir", "datasets"))
     try:

@@ -57,8 +57,15 @@ SPACE = {  # Appendix I. α is the exponent of the amplitude of the probes, as i
 }
 METHODS = {"DP-SGD": ("lr", "clip"), "DP-KFC": tuple(SPACE)}
 OWN = ("damping", "alpha", "steps")  # the parameters that only DP-KFC has
-CLAIMED = {"lr": 0.50, "clip": 0.28, "steps": 0.21}  # importances that the paper states, by correlation
-GOOD, NEAR = 0.9, 2.0  # of the best accuracy; the factor by which lr, or lr · clip, may differ from the best
+CLAIMED = {
+    "lr": 0.50,
+    "clip": 0.28,
+    "steps": 0.21,
+}  # importances that the paper states, by correlation
+GOOD, NEAR = (
+    0.9,
+    2.0,
+)  # of the best accuracy; the factor by which lr, or lr · clip, may differ from the best
 WITHIN = 0.02  # of the best accuracy: as good
 WIDTH = 0.2  # of the kernel, in decades
 DIAGONAL, RECTANGLE = -0.75, -0.25  # slopes below and above which they are called so
@@ -180,7 +187,8 @@ def importances(sweep: Sweep) -> dict[str, Importance]:
 
     def of(name: str) -> Importance:
         plain, adjusted = (
-            float(spearmanr(sweep.values[name], target).statistic) for target in (sweep.accuracy, sweep.residual)
+            float(spearmanr(sweep.values[name], target).statistic)
+            for target in (sweep.accuracy, sweep.residual)
         )
         return Importance(plain, adjusted, shares[name])
 
@@ -195,13 +203,19 @@ def evaluator_name() -> str:
 def _shares(sweep: Sweep) -> dict[str, float]:
     """Optuna's importances, of parameters on the scale on which they are searched; they sum to 1."""
     from optuna.distributions import FloatDistribution
-    from optuna.importance import FanovaImportanceEvaluator, PedAnovaImportanceEvaluator, get_param_importances
+    from optuna.importance import (
+        FanovaImportanceEvaluator,
+        PedAnovaImportanceEvaluator,
+        get_param_importances,
+    )
 
     by_forest = evaluator_name() == "fANOVA"
     evaluator: BaseImportanceEvaluator = (
         FanovaImportanceEvaluator(seed=0) if by_forest else PedAnovaImportanceEvaluator()
     )
-    places = {name: np.clip(SPACE[name].place(values), 0, 1) for name, values in sweep.values.items()}
+    places = {
+        name: np.clip(SPACE[name].place(values), 0, 1) for name, values in sweep.values.items()
+    }
     trials = [
         ({name: float(place[number]) for name, place in places.items()}, float(accuracy))
         for number, accuracy in enumerate(sweep.accuracy)
@@ -225,7 +239,9 @@ def study_of(
     try:
         study: Study = optuna.create_study(storage=storage, study_name=name, direction="maximize")
         for params, score in trials:
-            study.add_trial(optuna.trial.create_trial(params=params, distributions=scales, value=score))
+            study.add_trial(
+                optuna.trial.create_trial(params=params, distributions=scales, value=score)
+            )
     finally:
         optuna.logging.set_verbosity(verbosity)
     return study
@@ -248,7 +264,9 @@ class Difference:
     def __str__(self) -> str:
         if math.isnan(self.value):
             return "no such trials"
-        return f"{100 * self.value:+.2f}" + (f" ± {100 * self.error:.2f}" if math.isfinite(self.error) else "")
+        return f"{100 * self.value:+.2f}" + (
+            f" ± {100 * self.error:.2f}" if math.isfinite(self.error) else ""
+        )
 
 
 def difference(ones: Sequence[float] | Array, others: Sequence[float] | Array) -> Difference:
@@ -281,21 +299,28 @@ def claims(sgd: Sweep, kfc: Sweep) -> list[Claim]:
     """The claims of Appendix I on one data set."""
     gain = difference(kfc.tests, sgd.tests)
     slopes, bands = [ridge(sweep) for sweep in (sgd, kfc)], [band(sweep) for sweep in (sgd, kfc)]
-    fixed, along = ([clip_decades(sweep, product) for sweep in (sgd, kfc)] for product in (False, True))
+    fixed, along = (
+        [clip_decades(sweep, product) for sweep in (sgd, kfc)] for product in (False, True)
+    )
     found, raw, pink = importances(kfc), pink_over_white(kfc, False), pink_over_white(kfc, True)
     chance = 2 / math.sqrt(len(kfc.accuracy))
     common, own = (
-        {name: abs(found[name].correlation) for name in found if (name in OWN) == is_own} for is_own in (False, True)
+        {name: abs(found[name].correlation) for name in found if (name in OWN) == is_own}
+        for is_own in (False, True)
     )
 
     def negligible(name: str, called: str) -> Claim:
         of = found[name]
         text = f"{called} hardly matters: no rank correlation beyond chance ({chance:.2f}) at equal lr · clip"
         said = f"{CLAIMED[name]:.2f}" if name in CLAIMED else "minimal impact"
-        return Claim(text, said, f"{of.adjusted:+.2f}", HOLDS if abs(of.adjusted) < chance else FAILS)
+        return Claim(
+            text, said, f"{of.adjusted:+.2f}", HOLDS if abs(of.adjusted) < chance else FAILS
+        )
 
     return [
-        Claim("DP-KFC is better than DP-SGD (test, points)", "+2.8 to +8.6", str(gain), gain.verdict),
+        Claim(
+            "DP-KFC is better than DP-SGD (test, points)", "+2.8 to +8.6", str(gain), gain.verdict
+        ),
         Claim(
             "DP-KFC frees the learning rate from the clip: slope of its ridge, DP-SGD's beside it",
             "rectangle (0), diagonal (-1)",
@@ -341,7 +366,12 @@ def claims(sgd: Sweep, kfc: Sweep) -> list[Claim]:
             f"{kfc.best['alpha']:.2f}",
             HOLDS if 1 <= kfc.best["alpha"] <= 2 else FAILS,
         ),
-        Claim("α > 1 is better than α < .5 (points, as the trials fell)", "+3 to +5", str(raw), raw.verdict),
+        Claim(
+            "α > 1 is better than α < .5 (points, as the trials fell)",
+            "+3 to +5",
+            str(raw),
+            raw.verdict,
+        ),
         Claim("so it is at equal lr · clip", "+3 to +5", str(pink), pink.verdict),
     ]
 

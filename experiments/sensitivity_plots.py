@@ -32,7 +32,13 @@ LABELS = {
     "alpha": "noise exponent α",
     "steps": "preconditioner steps",
 }
-SHORT = {"lr": "learning rate", "clip": "clip", "damping": "damping π", "alpha": "exponent α", "steps": "steps"}
+SHORT = {
+    "lr": "learning rate",
+    "clip": "clip",
+    "damping": "damping π",
+    "alpha": "exponent α",
+    "steps": "steps",
+}
 PAIRS = [  # lettered as in the paper, which leaves out the last
     ("clip", "lr"),
     ("clip", "damping"),
@@ -62,18 +68,26 @@ def surface(sweep: Sweep, across: str, up: str) -> tuple[Array, Array, Array]:
 
 def _values(name: str, unit: Array) -> Array:
     of = SPACE[name]
-    return np.asarray(of.low * (of.high / of.low) ** unit if of.log else of.low + (of.high - of.low) * unit)
+    return np.asarray(
+        of.low * (of.high / of.low) ** unit if of.log else of.low + (of.high - of.low) * unit
+    )
 
 
-def draw_surface(axes: Axes, sweep: Sweep, across: str, up: str, limits: tuple[float, float], title: str) -> Any:
+def draw_surface(
+    axes: Axes, sweep: Sweep, across: str, up: str, limits: tuple[float, float], title: str
+) -> Any:
     """Trials over their kernel mean, dashes at 90 % of the best, a star at the best; returns what has colours."""
     x, y, field = surface(sweep, across, up)
     low, high = limits
     colours: dict[str, Any] = {"cmap": "viridis", "vmin": 100 * low, "vmax": 100 * high}
-    filled = axes.contourf(x, y, 100 * field, levels=np.linspace(100 * low, 100 * high, 25), **colours)
+    filled = axes.contourf(
+        x, y, 100 * field, levels=np.linspace(100 * low, 100 * high, 25), **colours
+    )
     level = GOOD * float(sweep.accuracy.max())
     if field.min() < level < field.max():
-        axes.contour(x, y, field, levels=[level], colors="white", linestyles="dashed", linewidths=1.2)
+        axes.contour(
+            x, y, field, levels=[level], colors="white", linestyles="dashed", linewidths=1.2
+        )
     axes.scatter(
         sweep.values[across],
         sweep.values[up],
@@ -85,7 +99,16 @@ def draw_surface(axes: Axes, sweep: Sweep, across: str, up: str, limits: tuple[f
         **colours,
     )
     best = sweep.best
-    axes.scatter(best[across], best[up], marker="*", s=230, color="red", edgecolors="white", linewidths=0.8, zorder=4)
+    axes.scatter(
+        best[across],
+        best[up],
+        marker="*",
+        s=230,
+        color="red",
+        edgecolors="white",
+        linewidths=0.8,
+        zorder=4,
+    )
     for name, axis in ((across, "x"), (up, "y")):
         of = SPACE[name]
         axes.set(
@@ -116,7 +139,14 @@ def draw_importances(axes: Axes, kfc: Sweep, title: str) -> None:
             linewidth=1,
         )
         if name in CLAIMED:
-            axes.plot(CLAIMED[name], place + 0.2, marker="D", color="black", markersize=6, linestyle="none")
+            axes.plot(
+                CLAIMED[name],
+                place + 0.2,
+                marker="D",
+                color="black",
+                markersize=6,
+                linestyle="none",
+            )
     chance = 2 / np.sqrt(len(kfc.accuracy))
     axes.axvline(chance, color="black", linewidth=0.9, linestyle=":")
     axes.set_yticks(range(len(names)), [SHORT[name] for name in names])
@@ -128,20 +158,28 @@ def draw_importances(axes: Axes, kfc: Sweep, title: str) -> None:
     keys = [
         Patch(facecolor="grey", label="|rank correlation|"),
         Patch(facecolor="none", edgecolor="grey", hatch="////", label=evaluator_name()),
-        Line2D([], [], marker="D", color="black", linestyle="none", markersize=6, label="the paper"),
+        Line2D(
+            [], [], marker="D", color="black", linestyle="none", markersize=6, label="the paper"
+        ),
         Line2D([], [], color="black", linestyle=":", linewidth=0.9, label="chance (2/√trials)"),
     ]
     axes.legend(handles=keys, fontsize=8, loc="lower right")
 
 
-def draw_summary(axes: Axes, sgd: Sweep, kfc: Sweep, paper: tuple[float, float], title: str) -> None:
+def draw_summary(
+    axes: Axes, sgd: Sweep, kfc: Sweep, paper: tuple[float, float], title: str
+) -> None:
     """Test accuracies of the best of either method, the paper's in grey beside them."""
     means = [100 * fmean(sweep.tests) for sweep in (sgd, kfc)]
     errors = [100 * spread(sweep.tests) for sweep in (sgd, kfc)]
     bars = axes.bar([0, 1], means, width=0.38, yerr=errors, capsize=4, color=[BLUE, ORANGE])
-    published = axes.bar([0.4, 1.4], paper, width=0.38, color=GREY, label="the paper (its full protocol)")
+    published = axes.bar(
+        [0.4, 1.4], paper, width=0.38, color=GREY, label="the paper (its full protocol)"
+    )
     axes.bar_label(bars, [f"{mean:.1f}" for mean in means], padding=3, fontsize=10)
-    axes.bar_label(published, [f"{figure:.1f}" for figure in paper], padding=3, fontsize=10, color="#666666")
+    axes.bar_label(
+        published, [f"{figure:.1f}" for figure in paper], padding=3, fontsize=10, color="#666666"
+    )
     axes.set_xticks([0.2, 1.2], ["DP-SGD", "DP-KFC"])
     axes.set(ylim=(0, 1.3 * max(*means, *paper)), ylabel="test accuracy, %")
     gain = f"Δ = {means[1] - means[0]:+.2f} points, best α = {kfc.best['alpha']:.2f}"
@@ -150,7 +188,9 @@ def draw_summary(axes: Axes, sgd: Sweep, kfc: Sweep, paper: tuple[float, float],
     axes.set_title(title, loc="left", fontsize=11)
 
 
-def plot_analysis(sgd: Sweep, kfc: Sweep, dataset: str, paper: tuple[float, float], file: Path) -> None:
+def plot_analysis(
+    sgd: Sweep, kfc: Sweep, dataset: str, paper: tuple[float, float], file: Path
+) -> None:
     """Figure 10."""
     plt = _pyplot()
     limits = _limits(sgd, kfc)
@@ -162,7 +202,9 @@ def plot_analysis(sgd: Sweep, kfc: Sweep, dataset: str, paper: tuple[float, floa
     draw_surface(d, kfc, "lr", "damping", limits, "(d) DP-KFC: learning rate × damping")
     draw_surface(e, kfc, "lr", "alpha", limits, "(e) DP-KFC: learning rate × noise exponent")
     draw_summary(f, sgd, kfc, paper, "(f) The best trial of either method")
-    figure.colorbar(filled, ax=[a, b, d, e], label="validation accuracy, %", ticks=_ticks(limits), aspect=40)
+    figure.colorbar(
+        filled, ax=[a, b, d, e], label="validation accuracy, %", ticks=_ticks(limits), aspect=40
+    )
     figure.suptitle(
         f"{TITLES[dataset]}, {len(kfc.accuracy)} trials a method (points; a star is the best, dashes 90 % of it)"
     )
@@ -176,17 +218,25 @@ def plot_pairs(kfc: Sweep, dataset: str, file: Path) -> None:
     limits = _limits(kfc)
     figure, panels = plt.subplots(2, 5, figsize=(19, 7.6), layout="constrained")
     for letter, panel, (across, up) in zip("abcdefghij", panels.flat, PAIRS, strict=True):
-        filled = draw_surface(panel, kfc, across, up, limits, f"({letter}) {SHORT[across]} × {SHORT[up]}")
-    figure.colorbar(filled, ax=panels, label="validation accuracy, %", ticks=_ticks(limits), aspect=40)
+        filled = draw_surface(
+            panel, kfc, across, up, limits, f"({letter}) {SHORT[across]} × {SHORT[up]}"
+        )
+    figure.colorbar(
+        filled, ax=panels, label="validation accuracy, %", ticks=_ticks(limits), aspect=40
+    )
     count = len(kfc.accuracy)
-    figure.suptitle(f"DP-KFC on {TITLES[dataset]}, {count} trials (points; a star is the best, dashes 90 % of it)")
+    figure.suptitle(
+        f"DP-KFC on {TITLES[dataset]}, {count} trials (points; a star is the best, dashes 90 % of it)"
+    )
     figure.savefig(file, dpi=DPI)
     plt.close(figure)
 
 
 def _limits(*sweeps: Sweep) -> tuple[float, float]:
     """The colours of all panels: from the least accuracy to the best."""
-    low, high = (float(pick([pick(sweep.accuracy) for sweep in sweeps])) for pick in (np.min, np.max))
+    low, high = (
+        float(pick([pick(sweep.accuracy) for sweep in sweeps])) for pick in (np.min, np.max)
+    )
     return low, max(high, low + 0.01)
 
 

@@ -21,7 +21,11 @@ from experiments.sensitivity_findings import (
 )
 
 Pair = tuple[Sweep, Sweep]  # of DP-SGD and DP-KFC
-PUBLISHED = {"mnist": (94.2, 97.1, 1.80), "fashion-mnist": (84.3, 87.1, 1.48), "cifar-10": (50.5, 59.1, 1.78)}
+PUBLISHED = {
+    "mnist": (94.2, 97.1, 1.80),
+    "fashion-mnist": (84.3, 87.1, 1.48),
+    "cifar-10": (50.5, 59.1, 1.78),
+}
 
 
 def markdown(sweeps: Mapping[str, Pair], about: str, prefix: str = "") -> str:
@@ -48,13 +52,28 @@ REMARK = (
 
 
 def table7(sweeps: Mapping[str, Pair]) -> str:
-    headings = ["test %", "DP-SGD", "DP-KFC", "Δ", "best α", "paper: DP-SGD", "DP-KFC", "Δ", "best α"]
+    headings = [
+        "test %",
+        "DP-SGD",
+        "DP-KFC",
+        "Δ",
+        "best α",
+        "paper: DP-SGD",
+        "DP-KFC",
+        "Δ",
+        "best α",
+    ]
     rows = []
     for dataset, (sgd, kfc) in sweeps.items():
         low, high, alpha = PUBLISHED[dataset]
         measured = [mean_and_spread(sgd.tests), mean_and_spread(kfc.tests)]
-        measured += [f"{100 * (fmean(kfc.tests) - fmean(sgd.tests)):+.2f}", f"{kfc.best['alpha']:.2f}"]
-        rows.append([dataset, *measured, f"{low:.1f}", f"{high:.1f}", f"{high - low:+.1f}", f"{alpha:.2f}"])
+        measured += [
+            f"{100 * (fmean(kfc.tests) - fmean(sgd.tests)):+.2f}",
+            f"{kfc.best['alpha']:.2f}",
+        ]
+        rows.append(
+            [dataset, *measured, f"{low:.1f}", f"{high:.1f}", f"{high - low:+.1f}", f"{alpha:.2f}"]
+        )
     return markdown_table(headings, rows)
 
 
@@ -67,10 +86,15 @@ def claims_table(sweeps: Mapping[str, Pair]) -> str:
         for same in zip(*found.values(), strict=True)
     ]
     if len(sweeps) == len(PUBLISHED):
-        gains = {dataset: difference(kfc.tests, sgd.tests).value for dataset, (sgd, kfc) in sweeps.items()}
+        gains = {
+            dataset: difference(kfc.tests, sgd.tests).value
+            for dataset, (sgd, kfc) in sweeps.items()
+        }
         verdict = HOLDS if max(gains, key=gains.__getitem__) == "cifar-10" else FAILS
         cells = [f"{100 * gain:+.2f}" for gain in gains.values()]
-        rows.append(["the gain is largest on CIFAR-10", "+8.6", *cells[:-1], f"{cells[-1]}: **{verdict}**"])
+        rows.append(
+            ["the gain is largest on CIFAR-10", "+8.6", *cells[:-1], f"{cells[-1]}: **{verdict}**"]
+        )
     return markdown_table(headings, rows, left=len(headings))
 
 
@@ -89,7 +113,13 @@ def settings_table(pair: Pair) -> str:
 
 
 def importance_table(kfc: Sweep) -> str:
-    headings = ["of DP-KFC", "rank correlation", "at equal lr · clip", evaluator_name(), "the paper's importance"]
+    headings = [
+        "of DP-KFC",
+        "rank correlation",
+        "at equal lr · clip",
+        evaluator_name(),
+        "the paper's importance",
+    ]
     rows = [
         [
             name,

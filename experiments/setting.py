@@ -47,14 +47,20 @@ PAPER: dict[str, Any] = {
     "post": 0.0,
 }
 
-MODELS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {  # by the shape of a record and the number of classes
+MODELS: dict[
+    str, Callable[[tuple[int, ...], int], nn.Module]
+] = {  # by the shape of a record and the number of classes
     "cnn": lambda shape, classes: paper_cnn((shape[0], shape[1], shape[2]), classes),
     "mlp": lambda shape, classes: mlp([math.prod(shape), 256, 128, classes]),
-    "vit": lambda shape, classes: tiny_vit(shape[1], 4, shape[0], classes, width=64, depth=2, heads=4),
+    "vit": lambda shape, classes: tiny_vit(
+        shape[1], 4, shape[0], classes, width=64, depth=2, heads=4
+    ),
     "linear": lambda shape, classes: mlp([math.prod(shape), classes]),
 }
 
-SCHEDULES: dict[str, Callable[[float], float]] = {  # factor of the learning rate, by the part of the run that is done
+SCHEDULES: dict[
+    str, Callable[[float], float]
+] = {  # factor of the learning rate, by the part of the run that is done
     "constant": lambda done: 1.0,
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
     "linear": lambda done: 1 - done,
@@ -89,7 +95,9 @@ class Setting:
     ema: float = 0.99  # decay of the averaged copy of the iterates; 0 for none. Post-processing, so it is free
     scaling: Scaling = "unit"
     seed: int = 0
-    validation: int = 5000  # training records held out at the end; 0 trains on all and measures on the test set
+    validation: int = (
+        5000  # training records held out at the end; 0 trains on all and measures on the test set
+    )
     noise: Mapping[str, Any] | None = None
     optimizer: Mapping[str, Any] | None = None
     model: str | None = None
@@ -108,7 +116,9 @@ class Setting:
         parts += [f"smoothing {self.label_smoothing:g}"] if self.label_smoothing else []
         parts += [self.schedule] if self.schedule != "constant" else []
         parts += [f"{k} {v}" for k, v in (self.optimizer or {}).items() if k != "name"]
-        return ", ".join(parts + [f"{k} {v}" for k, v in (self.geometry or {}).items() if PAPER.get(k) != v])
+        return ", ".join(
+            parts + [f"{k} {v}" for k, v in (self.geometry or {}).items() if PAPER.get(k) != v]
+        )
 
 
 @dataclass(frozen=True)
@@ -121,14 +131,21 @@ class Result:
     noise_multiplier: float
     steps: int
     seconds: float
-    course: tuple[float, ...] | None = None  # of the averaged iterates if there are, on the first `COURSE` records
+    course: tuple[float, ...] | None = (
+        None  # of the averaged iterates if there are, on the first `COURSE` records
+    )
 
 
 def train(
-    setting: Setting, load: Load, on_step: Callable[[int, int], None] = lambda done, of: None, device: str = "cpu"
+    setting: Setting,
+    load: Load,
+    on_step: Callable[[int, int], None] = lambda done, of: None,
+    device: str = "cpu",
 ) -> Result:
     """A plain PyTorch loop; `on_step(done, of)` is called after every step."""
-    records, measured = split(changed(load(setting.dataset, setting.scaling), setting.change), setting.validation)
+    records, measured = split(
+        changed(load(setting.dataset, setting.scaling), setting.change), setting.validation
+    )
     shape, classes = tuple(records.tensors[0].shape[1:]), len(DATASETS[setting.dataset][0])
     torch.manual_seed(setting.seed)
     model = MODELS[setting.model or "cnn"](shape, classes).to(device)
@@ -157,7 +174,9 @@ def train(
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step / steps))
     weights = list(model.parameters())
     average = [w.detach().clone() for w in weights]
-    stops = {round(steps * part / (setting.course or 1)) for part in range(1, 1 + (setting.course or 0))}
+    stops = {
+        round(steps * part / (setting.course or 1)) for part in range(1, 1 + (setting.course or 0))
+    }
     course = []
     begun = time.perf_counter()
     for images, labels in private.loader:
@@ -166,7 +185,9 @@ def train(
         optimizer.zero_grad()
         scheduler.step()
         if setting.ema:
-            pull = max(1 - setting.ema, 1 / private.steps)  # the plain mean at first, so the start is forgotten
+            pull = max(
+                1 - setting.ema, 1 / private.steps
+            )  # the plain mean at first, so the start is forgotten
             with at_iterate(optimizer):
                 for mean, w in zip(average, weights, strict=True):
                     mean.lerp_(w.detach(), pull)
@@ -229,7 +250,9 @@ def optimizer_of(setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
     if name in ("SGD", "DiSK"):
         sgd = torch.optim.SGD(model.parameters(), lr=setting.lr, momentum=setting.momentum)
         return sgd if name == "SGD" else dpkfc.optim.DiSK(sgd, **options)
-    make: Callable[..., torch.optim.Optimizer] = getattr(dpkfc.optim if name == "DPAdamBC" else torch.optim, name)
+    make: Callable[..., torch.optim.Optimizer] = getattr(
+        dpkfc.optim if name == "DPAdamBC" else torch.optim, name
+    )
     return make(model.parameters(), lr=setting.lr, **options)
 
 
@@ -238,7 +261,9 @@ def at_iterate(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]
     return optimizer.iterate() if isinstance(optimizer, dpkfc.optim.DiSK) else nullcontext()
 
 
-def geometry_of(setting: Setting, records: TensorDataset, load: Load) -> dpkfc.KFC | dpkfc.Diagonal | None:
+def geometry_of(
+    setting: Setting, records: TensorDataset, load: Load
+) -> dpkfc.KFC | dpkfc.Diagonal | None:
     if setting.geometry is None:
         return None
     options = dict(setting.geometry)
@@ -248,7 +273,9 @@ def geometry_of(setting: Setting, records: TensorDataset, load: Load) -> dpkfc.K
     return dpkfc.KFC(probe=probe, seed=setting.seed, **options)
 
 
-def probe_of(source: Mapping[str, Any], setting: Setting, records: TensorDataset, load: Load) -> Probe:
+def probe_of(
+    source: Mapping[str, Any], setting: Setting, records: TensorDataset, load: Load
+) -> Probe:
     shape = tuple(records.tensors[0].shape[1:])
     if "public" in source or "pool" in source:
         images, labels = load(source.get("public") or source["pool"], setting.scaling)[0].tensors
@@ -257,7 +284,9 @@ def probe_of(source: Mapping[str, Any], setting: Setting, records: TensorDataset
         return dpkfc.probes.Tabular.sparse(shape[0], **source["sparse"])
     if "oracle" in source:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Oracle builds")  # on purpose, and told by the epsilon
+            warnings.filterwarnings(
+                "ignore", message="Oracle builds"
+            )  # on purpose, and told by the epsilon
             return dpkfc.probes.Oracle(records)
     return dpkfc.probes.PinkNoise(shape=shape, classes=len(DATASETS[setting.dataset][0]), **source)
 
@@ -266,7 +295,9 @@ def fitted(images: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Images [N, C, H, W] brought to another shape: grey or coloured, stretched. Features must have it already."""
     if len(shape) != 3:
         if tuple(images.shape[1:]) != shape:
-            raise ValueError(f"features of shape {tuple(images.shape[1:])} are no probes for records of {shape}")
+            raise ValueError(
+                f"features of shape {tuple(images.shape[1:])} are no probes for records of {shape}"
+            )
         return images
     if images.shape[1] != shape[0]:
         images = images.mean(1, keepdim=True).expand(-1, shape[0], -1, -1)
@@ -286,4 +317,6 @@ def noise_of(setting: Setting) -> Noise | None:
 @torch.no_grad()
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
     device, parts = next(model.parameters()).device, zip(x.split(1000), y.split(1000), strict=True)
-    return sum(int((model(part.to(device)).argmax(1).cpu() == labels).sum()) for part, labels in parts) / len(y)
+    return sum(
+        int((model(part.to(device)).argmax(1).cpu() == labels).sum()) for part, labels in parts
+    ) / len(y)

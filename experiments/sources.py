@@ -31,7 +31,11 @@ from experiments.figures import OnStep
 
 ORACLE, OTHERS, UNLABELLED = "oracle", "other private images", "private images, random labels"
 MATCHED, MISMATCHED = "matched public", "mismatched public"  # FashionMNIST, CIFAR-10
-SYNTHETIC, BRIGHT, WHITE = "synthetic", "synthetic, bright", "white noise"  # pink noise, pink noise, and what it says
+SYNTHETIC, BRIGHT, WHITE = (
+    "synthetic",
+    "synthetic, bright",
+    "white noise",
+)  # pink noise, pink noise, and what it says
 LOOKED_AT = (OTHERS, UNLABELLED, MATCHED, MISMATCHED, SYNTHETIC, BRIGHT, WHITE)
 STANDARDISED, PIXELS = "standardised inputs", "pixels in [0, 1]"
 INPUTS = {STANDARDISED: "", PIXELS: "-pixels"}  # and how files about them end
@@ -60,16 +64,32 @@ STYLES: dict[str, dict[str, Any]] = {  # Okabe and Ito's colours: told apart by 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "MLP": lambda: mlp([SIDE * SIDE, 256, 128, CLASSES]),
     "CNN": paper_cnn,
-    "ViT": lambda: tiny_vit(image=SIDE, patch=7, channels=1, classes=CLASSES, width=64, depth=2, heads=4),
+    "ViT": lambda: tiny_vit(
+        image=SIDE, patch=7, channels=1, classes=CLASSES, width=64, depth=2, heads=4
+    ),
 }
-RATES = {"MLP": 0.1, "CNN": 0.08, "ViT": 0.3}  # learning rates of DP-KFC at which a short run learns
+RATES = {
+    "MLP": 0.1,
+    "CNN": 0.08,
+    "ViT": 0.3,
+}  # learning rates of DP-KFC at which a short run learns
 BLOCKS = (1, 2)
-LAYERS: dict[str, dict[str, str]] = {  # those with Kronecker factors: what the model calls them, and what they are
+LAYERS: dict[
+    str, dict[str, str]
+] = {  # those with Kronecker factors: what the model calls them, and what they are
     "MLP": {"1": "fc1", "3": "fc2", "5": "fc3"},
     "CNN": {name: name for name in ("conv1", "conv2", "fc1", "fc2")},
     "ViT": {"0.project": "patches"}
-    | {f"{b}.attention.{part}": f"{part} {b}" for b in BLOCKS for part in ("query", "key", "value", "out")}
-    | {f"{b}.mlp.{place}": f"mlp {b} {end}" for b in BLOCKS for place, end in ((0, "in"), (2, "out"))}
+    | {
+        f"{b}.attention.{part}": f"{part} {b}"
+        for b in BLOCKS
+        for part in ("query", "key", "value", "out")
+    }
+    | {
+        f"{b}.mlp.{place}": f"mlp {b} {end}"
+        for b in BLOCKS
+        for place, end in ((0, "in"), (2, "out"))
+    }
     | {"5": "head"},
 }
 SEEDS = (0, 1, 2)
@@ -111,7 +131,9 @@ def load(data_dir: Path | None) -> dict[str, Task]:
     Data that is missing or broken is a `PrivacyError` that says what to fetch.
     """
     try:
-        (records, test), (fashion, _) = (idx_images(name, data_dir) for name in ("mnist", "fashion-mnist"))
+        (records, test), (fashion, _) = (
+            idx_images(name, data_dir) for name in ("mnist", "fashion-mnist")
+        )
         natural, classes = cifar10(data_dir)[0][:PUBLIC]
     except (OSError, ValueError) as error:
         raise PrivacyError(str(error)) from error
@@ -120,15 +142,23 @@ def load(data_dir: Path | None) -> dict[str, Task]:
     def scaled(images: Tensor, mean: float = MEAN, std: float = STD) -> Tensor:
         return (images - mean) / std
 
-    mnist, tests, dressed = ((scaled(data.tensors[0]), data.tensors[1]) for data in (records, test, fashion))
+    mnist, tests, dressed = (
+        (scaled(data.tensors[0]), data.tensors[1]) for data in (records, test, fashion)
+    )
     return {
         STANDARDISED: Task(
             TensorDataset(*mnist),
             TensorDataset(*tests),
             _private(*mnist)
-            | _others(dressed, (scaled(cifar[0], 0.5, 0.5), classes), 1.0, ((0.3 - MEAN) / STD, 0.3 / STD)),
+            | _others(
+                dressed, (scaled(cifar[0], 0.5, 0.5), classes), 1.0, ((0.3 - MEAN) / STD, 0.3 / STD)
+            ),
         ),
-        PIXELS: Task(records, test, _private(*records.tensors) | _others(fashion.tensors, cifar, 0.5, (0.3, 0.3))),
+        PIXELS: Task(
+            records,
+            test,
+            _private(*records.tensors) | _others(fashion.tensors, cifar, 0.5, (0.3, 0.3)),
+        ),
     }
 
 
@@ -146,11 +176,18 @@ def oracle(images: Tensor, labels: Tensor | None = None) -> dpkfc.probes.Oracle:
     """Private images as a source, with their labels if there are any. That it is not private is known here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Oracle builds the geometry", UserWarning)
-        return dpkfc.probes.Oracle(images) if labels is None else dpkfc.probes.Oracle((images, labels), labels=True)
+        return (
+            dpkfc.probes.Oracle(images)
+            if labels is None
+            else dpkfc.probes.Oracle((images, labels), labels=True)
+        )
 
 
 def _others(
-    matched: tuple[Tensor, ...], mismatched: tuple[Tensor, ...], std: float, bright: tuple[float, float]
+    matched: tuple[Tensor, ...],
+    mismatched: tuple[Tensor, ...],
+    std: float,
+    bright: tuple[float, float],
 ) -> dict[str, Probe]:
     """Public images, and noise of standard deviation `std`; for bright noise mean and standard deviation are given."""
     noise: dict[str, Any] = {"shape": (1, SIDE, SIDE), "classes": CLASSES}

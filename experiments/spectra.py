@@ -119,11 +119,15 @@ def run(order: ReproduceOptions) -> None:
     shapes = {name: compare(part) for name, part in found.items()}
     claims = {name: check(part) for name, part in shapes.items()}
     for name in found:
-        console.print(text_table(f"Shape distance from the oracle, decades: {name}", *means_of(shapes[name])))
+        console.print(
+            text_table(f"Shape distance from the oracle, decades: {name}", *means_of(shapes[name]))
+        )
     console.print(claim_table(claims))
     command = order.command("fig2")
     rest = [line for name in found for line in tables(name, shapes[name])]
-    write_page(out / "spectra.md", TITLE, command, [*ABOUT, about_runs(every), REMARK], claims, rest)
+    write_page(
+        out / "spectra.md", TITLE, command, [*ABOUT, about_runs(every), REMARK], claims, rest
+    )
     if can_draw(console):
         for name in found:
             plot_examples(found[name], out / f"spectra{INPUTS[name]}.png")
@@ -149,13 +153,17 @@ def measure(setting: Setting, task: Task, on_step: OnStep, device: str = "cpu") 
         }
 
     geometry = dpkfc.KFC(task.sources[SYNTHETIC], seed=setting.run.seed)
-    return through_training(setting.run, fresh(setting.run, device), task.records, geometry, look, on_step)
+    return through_training(
+        setting.run, fresh(setting.run, device), task.records, geometry, look, on_step
+    )
 
 
 def logarithms(values: Sequence[float]) -> list[float]:
     """Of eigenvalues in decreasing order; what is next to zero counts as 1e-12 of the largest."""
     if not values[0] > 0:
-        raise dpkfc.PrivacyError("all eigenvalues of a layer are zero: no signal passes it. Lower the learning rate")
+        raise dpkfc.PrivacyError(
+            "all eigenvalues of a layer are zero: no signal passes it. Lower the learning rate"
+        )
     floor = values[0] * 10**-ROUNDING
     return [round(math.log10(max(value, floor)), 3) for value in values]
 
@@ -176,7 +184,9 @@ def compare(found: Mapping[Setting, Any]) -> Shapes:
             for source in (name for name in setting.sources if name != ORACLE):
                 for layer, logs in look["logs"][source].items():
                     both = shapes.setdefault((setting.run.model, state, layer, source), ([], []))
-                    for values, value in zip(both, distance(look["logs"][ORACLE][layer], logs), strict=True):
+                    for values, value in zip(
+                        both, distance(look["logs"][ORACLE][layer], logs), strict=True
+                    ):
                         values.append(value)
     return shapes
 
@@ -187,11 +197,17 @@ def mean_shapes(shapes: Shapes, source: str) -> dict[tuple[str, str], list[float
     for (model, state, _, name), (values, _) in shapes.items():
         if name == source:
             chosen.setdefault((model, state), []).append(values)
-    return {key: [fmean(of_seed) for of_seed in zip(*layers, strict=True)] for key, layers in chosen.items()}
+    return {
+        key: [fmean(of_seed) for of_seed in zip(*layers, strict=True)]
+        for key, layers in chosen.items()
+    }
 
 
 def check(shapes: Shapes) -> list[Claim]:
-    means = {name: {key: fmean(seeds) for key, seeds in mean_shapes(shapes, name).items()} for name in LOOKED_AT}
+    means = {
+        name: {key: fmean(seeds) for key, seeds in mean_shapes(shapes, name).items()}
+        for name in LOOKED_AT
+    }
     places = list(means[SYNTHETIC])
     shown = {name: along(places, list(found.values())) for name, found in means.items()}
 
@@ -201,7 +217,10 @@ def check(shapes: Shapes) -> list[Claim]:
     behind = [means[SYNTHETIC][place] - means[MATCHED][place] for place in places]
     white = [means[WHITE][place] - means[SYNTHETIC][place] for place in places]
     scales = [
-        scale for key, (_, seeds) in shapes.items() if key[1] == "trained" and key[3] == SYNTHETIC for scale in seeds
+        scale
+        for key, (_, seeds) in shapes.items()
+        if key[1] == "trained" and key[3] == SYNTHETIC
+        for scale in seeds
     ]
     return [
         Claim(
@@ -221,7 +240,12 @@ def check(shapes: Shapes) -> list[Claim]:
             "“recovers the eigenvalue decay …, matching public data baselines”",
             "synthetic is closer in shape than the farther of the two public sources",
             "by the figures above",
-            [any(pair) for pair in zip(closer(SYNTHETIC, MATCHED), closer(SYNTHETIC, MISMATCHED), strict=True)],
+            [
+                any(pair)
+                for pair in zip(
+                    closer(SYNTHETIC, MATCHED), closer(SYNTHETIC, MISMATCHED), strict=True
+                )
+            ],
         ),
         Claim(
             "“Domain-matched public data (FashionMNIST) provides marginal improvement over synthetic noise”",
@@ -247,7 +271,9 @@ def check(shapes: Shapes) -> list[Claim]:
 def means_of(shapes: Shapes) -> tuple[list[str], list[list[str]]]:
     """Headings and rows: shapes by model and state, mean over the layers."""
     columns = {name: mean_shapes(shapes, name) for name in LOOKED_AT}
-    rows = [[name, *(spread(values) for values in found.values())] for name, found in columns.items()]
+    rows = [
+        [name, *(spread(values) for values in found.values())] for name, found in columns.items()
+    ]
     return ["source", *(f"{model}, {state}" for model, state in columns[SYNTHETIC])], rows
 
 
@@ -263,9 +289,13 @@ def tables(inputs: str, shapes: Shapes) -> list[str]:
     for state in STATES:
         keys = dict.fromkeys((model, layer) for model, when, layer, _ in shapes if when == state)
         cells = [
-            [model, layer, *(_cell(*shapes[model, state, layer, name]) for name in LOOKED_AT)] for model, layer in keys
+            [model, layer, *(_cell(*shapes[model, state, layer, name]) for name in LOOKED_AT)]
+            for model, layer in keys
         ]
-        parts += [f"Every layer, {state}: shape (scale)", markdown_table(["model", "layer", *LOOKED_AT], cells, left=2)]
+        parts += [
+            f"Every layer, {state}: shape (scale)",
+            markdown_table(["model", "layer", *LOOKED_AT], cells, left=2),
+        ]
     return parts
 
 
@@ -306,7 +336,11 @@ def plot_layers(found: Mapping[Setting, Any], file: Path) -> None:
 
 def _curves(panel: Axes, found: Mapping[Setting, Any], model: str, layer: str, state: int) -> None:
     """A line a source."""
-    chosen = [list(looks.values())[state] for setting, looks in found.items() if setting.run.model == model]
+    chosen = [
+        list(looks.values())[state]
+        for setting, looks in found.items()
+        if setting.run.model == model
+    ]
     for source in (ORACLE, *LOOKED_AT):
         logs = [look["logs"][source][layer] for look in chosen]
         draw_range(panel, chosen[0]["ranks"][layer], logs, source, STYLES[source])

@@ -21,14 +21,21 @@ from rich.console import Console
 
 import dpkfc
 from dpkfc.app.readers.idx import Scaling
-from dpkfc.app.reports.accuracy_table import Summary, accuracy_markdown, accuracy_table, plot_accuracy
+from dpkfc.app.reports.accuracy_table import (
+    Summary,
+    accuracy_markdown,
+    accuracy_table,
+    plot_accuracy,
+)
 from dpkfc.app.reports.progress import bar
 from experiments.arguments import names_among
 from experiments.options import ReproduceOptions
 from experiments.setting import DATASETS, Data, Load, Setting, scaled, train
 
 Row = dict[str, Any]  # one line of the file: key, setting, result
-Grid = dict[str, list[dict[str, Any]]]  # what each arm tries, the likeliest first: overrides of `Setting`
+Grid = dict[
+    str, list[dict[str, Any]]
+]  # what each arm tries, the likeliest first: overrides of `Setting`
 SEEDS = (1, 2, 3)  # of the final runs; tries use the default
 STAGES = ("tune", "final", "table")
 
@@ -50,10 +57,16 @@ class Study:
     title: str
     tasks: Mapping[str, Mapping[str, Any]]
     grid: Callable[[str], Grid]  # of a task, with the arms that it has
-    published: Mapping[tuple[str, str], float] = field(default_factory=dict)  # percent, by task and arm
-    follows: Mapping[str, Follow] = field(default_factory=dict)  # tasks that have no grid of their own
+    published: Mapping[tuple[str, str], float] = field(
+        default_factory=dict
+    )  # percent, by task and arm
+    follows: Mapping[str, Follow] = field(
+        default_factory=dict
+    )  # tasks that have no grid of their own
     seeds: tuple[int, ...] = SEEDS
-    seeds_of: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of tasks that have others
+    seeds_of: Mapping[str, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # of tasks that have others
     report: Callable[[Study, Sequence[Row], Path, Console], None] | None = None  # besides the table
 
     @property
@@ -67,7 +80,11 @@ def tries(study: Study, task: str, arms: Iterable[str], count: int | None = None
     if task in study.follows:
         return []
     grid = study.grid(task)
-    return [Setting(arm=arm, **study.tasks[task], **choice) for arm in arms for choice in grid.get(arm, [])[:count]]
+    return [
+        Setting(arm=arm, **study.tasks[task], **choice)
+        for arm in arms
+        for choice in grid.get(arm, [])[:count]
+    ]
 
 
 def finals(study: Study, rows: Sequence[Row], task: str, arms: Iterable[str]) -> list[Setting]:
@@ -101,7 +118,8 @@ def tried(study: Study, rows: Sequence[Row], task: str, arm: str) -> list[Row]:
     return [
         row
         for row in rows
-        if row["setting"]["validation"] and all(row["setting"].get(name) == value for name, value in common.items())
+        if row["setting"]["validation"]
+        and all(row["setting"].get(name) == value for name, value in common.items())
     ]
 
 
@@ -119,18 +137,31 @@ def summarise(study: Study, rows: Sequence[Row]) -> list[Summary]:
         tests = tuple(by_key[key]["result"][weights] for key in keys if key in by_key)
         text = f"{setting}, {'averaged' if weights == 'average' else 'last'} weights"
         validation = by_key[setting.key]["result"][weights] if recorded else None
-        summaries.append(Summary(task, arm, len(recorded), text, validation, tests, study.published.get((task, arm))))
+        summaries.append(
+            Summary(
+                task, arm, len(recorded), text, validation, tests, study.published.get((task, arm))
+            )
+        )
     return summaries
 
 
-def run(settings: Sequence[Setting], load: Load, out: Path, console: Console, device: str = "cpu") -> None:
+def run(
+    settings: Sequence[Setting], load: Load, out: Path, console: Console, device: str = "cpu"
+) -> None:
     """Train every setting that the file does not hold yet; append each result as it comes."""
     done = {row["key"] for row in read(out)}
     todo = [setting for setting in settings if setting.key not in done]
     out.parent.mkdir(parents=True, exist_ok=True)
-    console.print(f"{len(settings) - len(todo)} of {len(settings)} runs are in {out}", highlight=False, soft_wrap=True)
+    console.print(
+        f"{len(settings) - len(todo)} of {len(settings)} runs are in {out}",
+        highlight=False,
+        soft_wrap=True,
+    )
     with bar(console) as progress:
-        overall, current = progress.add_task("runs", total=len(todo)), progress.add_task("steps", total=None)
+        overall, current = (
+            progress.add_task("runs", total=len(todo)),
+            progress.add_task("steps", total=None),
+        )
 
         def on_step(steps: int, of: int) -> None:
             progress.update(current, completed=steps, total=of)
@@ -156,7 +187,9 @@ def read(file: Path) -> list[Row]:
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
-            raise ValueError(f"{file}, line {number} is cut off: remove the line, its run will be repeated") from error
+            raise ValueError(
+                f"{file}, line {number} is cut off: remove the line, its run will be repeated"
+            ) from error
     return rows
 
 
@@ -186,19 +219,46 @@ def show(study: Study, out: Path, console: Console) -> None:
 def main(study: Study, arguments: Sequence[str] | None = None) -> None:
     """The command line of a study."""
     parser = argparse.ArgumentParser(prog=f"python -m {study.module}", description=study.about)
-    parser.add_argument("--data-dir", type=Path, help="the folder with mnist/ and fashion-mnist/ (default $DPKFC_DATA)")
-    tasks, arms = list(study.tasks), study.arms
-    parser.add_argument("--task", type=names_among(tasks), default=tasks, metavar="A,B", help=f"of {', '.join(tasks)}")
-    parser.add_argument("--arms", type=names_among(arms), default=arms, metavar="A,B", help=f"of {', '.join(arms)}")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE.jsonl", help="results; for the table, a folder"
+        "--data-dir",
+        type=Path,
+        help="the folder with mnist/ and fashion-mnist/ (default $DPKFC_DATA)",
     )
-    parser.add_argument("--tries", type=int, metavar="N", help="the first N of every arm (default: all)")
+    tasks, arms = list(study.tasks), study.arms
+    parser.add_argument(
+        "--task",
+        type=names_among(tasks),
+        default=tasks,
+        metavar="A,B",
+        help=f"of {', '.join(tasks)}",
+    )
+    parser.add_argument(
+        "--arms", type=names_among(arms), default=arms, metavar="A,B", help=f"of {', '.join(arms)}"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE.jsonl",
+        help="results; for the table, a folder",
+    )
+    parser.add_argument(
+        "--tries", type=int, metavar="N", help="the first N of every arm (default: all)"
+    )
     parser.add_argument("--stage", choices=STAGES, help="default: all of them, in this order")
     chosen = parser.parse_args(arguments)
     stages = [chosen.stage] if chosen.stage else STAGES
     try:
-        execute(study, chosen.task, chosen.arms, chosen.out, chosen.data_dir, Console(), stages, chosen.tries)
+        execute(
+            study,
+            chosen.task,
+            chosen.arms,
+            chosen.out,
+            chosen.data_dir,
+            Console(),
+            stages,
+            chosen.tries,
+        )
     except (dpkfc.PrivacyError, OSError, ValueError) as error:
         sys.exit(f"{study.module}: {error}")
 
@@ -231,7 +291,9 @@ def execute(
                 run(finals(study, read(out), task, arms), load, out, console, device)
         except FileNotFoundError as error:
             missing[task] = error
-            console.print(f"{task} is skipped: {error}", markup=False, highlight=False, soft_wrap=True)
+            console.print(
+                f"{task} is skipped: {error}", markup=False, highlight=False, soft_wrap=True
+            )
     if missing and len(missing) == len(tasks):
         raise next(iter(missing.values()))
     if "table" in stages:
@@ -240,10 +302,14 @@ def execute(
 
 def ordered(study: Study, order: ReproduceOptions) -> Study:
     """The study with the seeds that were asked for; quick: a tenth of an epoch, and one seed an arm."""
-    tasks = {name: {**task, "epochs": 0.1} if order.quick else task for name, task in study.tasks.items()}
+    tasks = {
+        name: {**task, "epochs": 0.1} if order.quick else task for name, task in study.tasks.items()
+    }
     seeds_of = {task: order.seeds(seeds) for task, seeds in study.seeds_of.items()}
     published = {} if order.quick else study.published
-    return replace(study, tasks=tasks, seeds=order.seeds(study.seeds), seeds_of=seeds_of, published=published)
+    return replace(
+        study, tasks=tasks, seeds=order.seeds(study.seeds), seeds_of=seeds_of, published=published
+    )
 
 
 def reproduce(study: Study, order: ReproduceOptions) -> None:
@@ -252,7 +318,14 @@ def reproduce(study: Study, order: ReproduceOptions) -> None:
     file, count = order.out / ("quick.jsonl" if quick else "results.jsonl"), 1 if quick else None
     try:
         execute(
-            study, [*study.tasks], study.arms, file, order.data_dir, order.console, count=count, device=order.device
+            study,
+            [*study.tasks],
+            study.arms,
+            file,
+            order.data_dir,
+            order.console,
+            count=count,
+            device=order.device,
         )
     except (OSError, ValueError) as error:
         raise dpkfc.PrivacyError(str(error)) from error

@@ -46,9 +46,15 @@ REMARK = (
     "the choice among them by held-out training records, are not charged. Below, the other epsilons take over what was "
     "chosen at epsilon 1."
 )
-PLAIN: dict[str, Any] = {"rates": (1e-3, 3e-3, 1e-2), "epochs": 10, "batch_size": 256}  # without privacy
+PLAIN: dict[str, Any] = {
+    "rates": (1e-3, 3e-3, 1e-2),
+    "epochs": 10,
+    "batch_size": 256,
+}  # without privacy
 HEAD: dict[str, Any] = {"model": "linear", "epochs": 30, "ema": 0.95}
-LINEAR: dict[str, Any] = {  # the inputs of a linear model do not depend on its weights: one refresh will do
+LINEAR: dict[
+    str, Any
+] = {  # the inputs of a linear model do not depend on its weights: one refresh will do
     "every": 100_000,
     "probes": 2048,
     "factors": "A",
@@ -76,7 +82,9 @@ class Task:
     epsilons: tuple[float, ...] = EPSILONS
 
 
-def figures(epsilons: Sequence[float], arms: Mapping[str, Sequence[float]]) -> dict[str, dict[float, float]]:
+def figures(
+    epsilons: Sequence[float], arms: Mapping[str, Sequence[float]]
+) -> dict[str, dict[float, float]]:
     return {arm: dict(zip(epsilons, values, strict=True)) for arm, values in arms.items()}
 
 
@@ -98,8 +106,14 @@ TASKS = {
         arms={
             "dp-sgd": {"clip": 0.5},
             "dp-kfc": {"clip": 15.0, "geometry": LINEAR | {"probe": {"sparse": {"nonzeros": 100}}}},
-            "public dp-kfc": {"clip": 15.0, "geometry": LINEAR | {"probe": {"public": "ag-news/tfidf-5000"}}},
-            "public dp-kfc (sst-2)": {"clip": 15.0, "geometry": LINEAR | {"probe": {"public": "sst-2/tfidf-5000"}}},
+            "public dp-kfc": {
+                "clip": 15.0,
+                "geometry": LINEAR | {"probe": {"public": "ag-news/tfidf-5000"}},
+            },
+            "public dp-kfc (sst-2)": {
+                "clip": 15.0,
+                "geometry": LINEAR | {"probe": {"public": "sst-2/tfidf-5000"}},
+            },
         },
         rates={
             "dp-sgd": (2.8, 2.0, 4.0, 1.4, 3.4),
@@ -209,7 +223,9 @@ def name(task: str, epsilon: float) -> str:
 
 def grid(name: str) -> Grid:
     task = TASKS[name.split()[0]]
-    return {arm: [{**options, "lr": lr} for lr in task.rates[arm]] for arm, options in task.arms.items()}
+    return {
+        arm: [{**options, "lr": lr} for lr in task.rates[arm]] for arm, options in task.arms.items()
+    }
 
 
 @cache
@@ -241,7 +257,11 @@ TABLE5 = Study(
     module="experiments.tasks",
     about="Table 5 and Figures 4 and 5 of the paper: accuracy against epsilon on four tasks, tuned alike.",
     title=TITLE,
-    tasks={name(t, epsilon): {**TASKS[t].common, "epsilon": epsilon} for t in TASKS for epsilon in epsilons(t)},
+    tasks={
+        name(t, epsilon): {**TASKS[t].common, "epsilon": epsilon}
+        for t in TASKS
+        for epsilon in epsilons(t)
+    },
     grid=grid,
     published={
         (name(t, epsilon), arm): figure
@@ -258,7 +278,11 @@ def adopt(folder: Path) -> int:
     """Take over the runs on MNIST of the study of optimizers, if its folder is beside this one; how many were new."""
     file = folder / "results.jsonl"
     known = {row["key"] for row in study.read(file)}
-    rows = [row for neighbour in NEIGHBOURS for row in study.read(folder.parent / neighbour / "results.jsonl")]
+    rows = [
+        row
+        for neighbour in NEIGHBOURS
+        for row in study.read(folder.parent / neighbour / "results.jsonl")
+    ]
     new = {row["key"]: row for row in rows if _on_mnist(row["setting"]) and row["key"] not in known}
     folder.mkdir(parents=True, exist_ok=True)
     with file.open("a") as results:
@@ -268,7 +292,9 @@ def adopt(folder: Path) -> int:
 
 def _on_mnist(setting: Mapping[str, Any]) -> bool:
     common = TASKS["mnist"].common
-    return setting["arm"] in MNIST_ARMS and all(setting.get(what) == value for what, value in common.items())
+    return setting["arm"] in MNIST_ARMS and all(
+        setting.get(what) == value for what, value in common.items()
+    )
 
 
 def without_privacy(task: str, data: Data, device: str = "cpu") -> Row:
@@ -291,7 +317,11 @@ def without_privacy(task: str, data: Data, device: str = "cpu") -> Row:
 
     tried = {lr: train(lr, 0, split(data, common.validation)) for lr in PLAIN["rates"]}
     best = max(tried, key=lambda lr: tried[lr])
-    return {"lr": best, "validation": tried[best], "tests": [train(best, seed, data) for seed in SEEDS]}
+    return {
+        "lr": best,
+        "validation": tried[best],
+        "tests": [train(best, seed, data) for seed in SEEDS],
+    }
 
 
 def references(tasks: Sequence[str], order: ReproduceOptions) -> None:
@@ -304,7 +334,9 @@ def references(tasks: Sequence[str], order: ReproduceOptions) -> None:
                 data = DATASETS[TASKS[task].common["dataset"]][1](order.data_dir)
                 found[task] = without_privacy(task, data, order.device)
             except FileNotFoundError as error:
-                console.print(f"{task} is skipped: {error}", markup=False, highlight=False, soft_wrap=True)
+                console.print(
+                    f"{task} is skipped: {error}", markup=False, highlight=False, soft_wrap=True
+                )
                 continue
             (folder / "reference.json").write_text(json.dumps(found, indent=1) + "\n")
 
@@ -336,19 +368,33 @@ def show(folder: Path, console: Console, table: Study = TABLE5) -> None:
 
 def panel(task: str, summaries: Sequence[Summary], reference: Row) -> Panel:
     found, names = TASKS[task], {name(task, epsilon): epsilon for epsilon in TASKS[task].epsilons}
-    rows = sorted((row for row in summaries if row.dataset in names), key=lambda row: list(found.arms).index(row.arm))
+    rows = sorted(
+        (row for row in summaries if row.dataset in names),
+        key=lambda row: list(found.arms).index(row.arm),
+    )
     points = tuple(Point(row.arm, names[row.dataset], row.tests, row.paper) for row in rows)
-    return Panel(found.heading, found.about, points, tuple(reference.get("tests", ())), found.paper_without_privacy)
+    return Panel(
+        found.heading,
+        found.about,
+        points,
+        tuple(reference.get("tests", ())),
+        found.paper_without_privacy,
+    )
 
 
 def execute(tasks: Sequence[str], order: ReproduceOptions, table: Study = TABLE5) -> None:
     """Tune and train, then without privacy, then the report. What is in the folder is not repeated."""
     folder, data_dir, console = order.out, order.data_dir, order.console
     chosen = [found for found in table.tasks if found.split()[0] in tasks]
-    file, count = folder / ("quick.jsonl" if order.quick else "results.jsonl"), 1 if order.quick else None
+    file, count = (
+        folder / ("quick.jsonl" if order.quick else "results.jsonl"),
+        1 if order.quick else None,
+    )
     if "mnist" in tasks and not order.quick:
         console.print(f"{adopt(folder)} runs on MNIST are taken over from Table 1", highlight=False)
-    study.execute(table, chosen, table.arms, file, data_dir, console, ("tune", "final"), count, order.device)
+    study.execute(
+        table, chosen, table.arms, file, data_dir, console, ("tune", "final"), count, order.device
+    )
     if not order.quick:
         references(tasks, order)
     show(folder, console, table)
@@ -358,7 +404,11 @@ def run(order: ReproduceOptions) -> None:
     """All four tasks; quick: a tenth of an epoch, one try and one seed an arm, at epsilon 1."""
     table = study.ordered(TABLE5, order)
     if order.quick:
-        table = replace(table, tasks={name(task, 1.0): table.tasks[name(task, 1.0)] for task in TASKS}, follows={})
+        table = replace(
+            table,
+            tasks={name(task, 1.0): table.tasks[name(task, 1.0)] for task in TASKS},
+            follows={},
+        )
     try:
         execute(list(TASKS), order, table)
     except (OSError, ValueError) as error:
@@ -367,11 +417,21 @@ def run(order: ReproduceOptions) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m {TABLE5.module}", description=TABLE5.about)
-    parser.add_argument("--data-dir", type=Path, help="the folder with the data sets (default $DPKFC_DATA)")
+    parser.add_argument(
+        "--data-dir", type=Path, help="the folder with the data sets (default $DPKFC_DATA)"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for results")
     tasks = list(TASKS)
-    parser.add_argument("--task", type=names_among(tasks), default=tasks, metavar="A,B", help=f"of {', '.join(tasks)}")
-    parser.add_argument("--only-show", action="store_true", help="the table and the figures of what is there")
+    parser.add_argument(
+        "--task",
+        type=names_among(tasks),
+        default=tasks,
+        metavar="A,B",
+        help=f"of {', '.join(tasks)}",
+    )
+    parser.add_argument(
+        "--only-show", action="store_true", help="the table and the figures of what is there"
+    )
     chosen = parser.parse_args(arguments)
     try:
         if chosen.only_show:

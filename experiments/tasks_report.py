@@ -43,7 +43,9 @@ class Panel:
         return list(dict.fromkeys(point.arm for point in self.points))
 
     def of(self, arm: str) -> list[Point]:
-        return sorted((point for point in self.points if point.arm == arm), key=lambda point: point.epsilon)
+        return sorted(
+            (point for point in self.points if point.arm == arm), key=lambda point: point.epsilon
+        )
 
 
 def panel_markdown(panel: Panel) -> str:
@@ -69,7 +71,9 @@ def plot_panels(panels: Sequence[Panel], file: Path) -> None:
     import matplotlib.pyplot as plt
     from matplotlib.lines import Line2D
 
-    figure, places = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.4), squeeze=False, layout="constrained")
+    figure, places = plt.subplots(
+        1, len(panels), figsize=(5.2 * len(panels), 4.4), squeeze=False, layout="constrained"
+    )
     for place, panel in zip(places[0], panels, strict=True):
         for arm in panel.arms:
             ours = [point for point in panel.of(arm) if point.tests]
@@ -93,13 +97,19 @@ def plot_panels(panels: Sequence[Panel], file: Path) -> None:
         place.grid(alpha=0.3)
     places[0][0].set_ylabel("test accuracy, %")
     entries = {
-        label: line for place in places[0] for line, label in zip(*place.get_legend_handles_labels(), strict=True)
+        label: line
+        for place in places[0]
+        for line, label in zip(*place.get_legend_handles_labels(), strict=True)
     }
-    entries["hollow: the paper"] = Line2D([], [], marker="s", linestyle="none", color="grey", fillstyle="none")
+    entries["hollow: the paper"] = Line2D(
+        [], [], marker="s", linestyle="none", color="grey", fillstyle="none"
+    )
     if any(panel.plain for panel in panels):
         entries["without privacy"] = Line2D([], [], linestyle="--", color="black", linewidth=1)
     entries["without privacy, the paper"] = Line2D([], [], linestyle=":", color="grey", linewidth=1)
     columns = min(2 * len(panels), 4)
-    figure.legend(entries.values(), entries.keys(), ncols=columns, loc="outside lower center", fontsize=8)
+    figure.legend(
+        entries.values(), entries.keys(), ncols=columns, loc="outside lower center", fontsize=8
+    )
     figure.savefig(file, dpi=150)
     plt.close(figure)

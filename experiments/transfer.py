@@ -35,7 +35,12 @@ TASKS: dict[str, dict[str, Any]] = {
     "pneumonia <- mnist": {"dataset": "pneumoniamnist", "epochs": 10, "validation": 482},
     "cifar-10 <- mnist": {"dataset": "cifar-10", "epochs": 2},
 }
-RATES = {"fashion <- mnist": 0.04, "path <- mnist": 0.04, "pneumonia <- mnist": 0.06, "cifar-10 <- mnist": 0.06}
+RATES = {
+    "fashion <- mnist": 0.04,
+    "path <- mnist": 0.04,
+    "pneumonia <- mnist": 0.06,
+    "cifar-10 <- mnist": 0.06,
+}
 COLOURED = ("pathmnist", "cifar-10")
 PAPERS = {  # percent
     ORACLE: (88.3, 78.4),
@@ -63,7 +68,10 @@ def grid(task: str) -> Grid:
         PUBLIC: (kfc | {"probe": mnist}, rates),
         SYNTHETIC: (kfc | {"probe": pink}, rates),
     }
-    return {arm: [{"geometry": found, "lr": round(lr, 4)} for lr in tried] for arm, (found, tried) in arms.items()}
+    return {
+        arm: [{"geometry": found, "lr": round(lr, 4)} for lr in tried]
+        for arm, (found, tried) in arms.items()
+    }
 
 
 def order(difference: Difference) -> str:
@@ -75,18 +83,24 @@ def order(difference: Difference) -> str:
 def report(study: Study, rows: Sequence[Row], folder: Path, console: Console) -> None:
     others = (PUBLIC, ORACLE, DPSGD)
     gaps = {other: compared(study, rows, other, [SYNTHETIC]) for other in others}
-    found = [task for task in study.tasks if any(by_seed(study, rows, task, arm) for arm in study.arms)]
+    found = [
+        task for task in study.tasks if any(by_seed(study, rows, task, arm) for arm in study.arms)
+    ]
     cells = []
     for task in found:
         told = [gaps[other].get((task, SYNTHETIC)) for other in others]
-        cells.append([task, *(str(gap or "too few runs") for gap in told), order(told[0]) if told[0] else ""])
+        cells.append(
+            [task, *(str(gap or "too few runs") for gap in told), order(told[0]) if told[0] else ""]
+        )
     absent = [task for task in study.tasks if task not in found]
     text = [
         "# Table 2: geometry from noise and from the wrong public data",
         "    dpkfc reproduce table2",
         "Points of test accuracy that synthetic DP-KFC is ahead, within each seed: mean and 95% interval. The oracle "
         "takes its factors from the private records. The paper's order is synthetic at least as good as public.",
-        markdown_table(["task", *(f"over {other}" for other in others), "the paper's order"], cells),
+        markdown_table(
+            ["task", *(f"over {other}" for other in others), "the paper's order"], cells
+        ),
         *([f"Not run: {', '.join(absent)}."] if absent else []),
         "PneumoniaMNIST: 62.5% of the 624 test records are of one class. PathMNIST is the paper's; the others of "
         "texture stand in for it. Accuracies, tries and the paper's figures are in accuracy.md.",

@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-for folder in ("", "per_sample", "geometry"):  # the oracles and the layer cases, shared by all tests
+for folder in (
+    "",
+    "per_sample",
+    "geometry",
+):  # the oracles and the layer cases, shared by all tests
     sys.path.insert(0, str(Path(__file__).parent / folder))
 torch.set_num_threads(1)
 

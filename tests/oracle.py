@@ -18,7 +18,9 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 def sample(batch: Any, i: int) -> Any:
     """Record i of a batch, as a batch of one; leaves whose leading size is 1 are shared by all records."""
-    return tree_map(lambda x: x[i : i + 1] if isinstance(x, Tensor) and x.shape[0] != 1 else x, batch)
+    return tree_map(
+        lambda x: x[i : i + 1] if isinstance(x, Tensor) and x.shape[0] != 1 else x, batch
+    )
 
 
 def reference_grads(model: nn.Module, loss: Loss, batch: Any, rows: int) -> list[dict[str, Tensor]]:
@@ -38,16 +40,26 @@ def reference_grads(model: nn.Module, loss: Loss, batch: Any, rows: int) -> list
 
 
 def reference_norms(grads: list[dict[str, Tensor]]) -> Tensor:
-    return torch.stack([torch.stack([g.double().square().sum() for g in one.values()]).sum().sqrt() for one in grads])
+    return torch.stack(
+        [
+            torch.stack([g.double().square().sum() for g in one.values()]).sum().sqrt()
+            for one in grads
+        ]
+    )
 
 
 def reference_sum(grads: list[dict[str, Tensor]], clip: float) -> dict[str, Tensor]:
     """``Σ_i g_i min(1, C / ‖g_i‖)``."""
     weights = (clip / reference_norms(grads)).clamp(max=1)
-    return {name: sum(w * one[name].double() for w, one in zip(weights, grads, strict=True)) for name in grads[0]}
+    return {
+        name: sum(w * one[name].double() for w, one in zip(weights, grads, strict=True))
+        for name in grads[0]
+    }
 
 
-def captured_norms(model: nn.Module, loss: Loss, batch: Any, rows: int, vmap_modules: tuple[str, ...] = ()) -> Tensor:
+def captured_norms(
+    model: nn.Module, loss: Loss, batch: Any, rows: int, vmap_modules: tuple[str, ...] = ()
+) -> Tensor:
     """Per-sample norms as the engine computes them, from one mean loss over the batch."""
     capture = GradientCapture(model, partition(model, vmap_modules))
     try:
@@ -60,15 +72,33 @@ def captured_norms(model: nn.Module, loss: Loss, batch: Any, rows: int, vmap_mod
 
 
 def private_sum(
-    model: nn.Module, loss: Loss, batch: Any, rows: int, clip: float, chunk: int | None = None, geometry: Any = None
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    rows: int,
+    clip: float,
+    chunk: int | None = None,
+    geometry: Any = None,
 ) -> dict[str, Tensor]:
     """The clipped sum through the whole pipeline, without noise, in physical chunks."""
     records = [tree_map(lambda x, i=i: x[i], batch) for i in range(rows)]
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.SGD(trainable.values(), lr=0.0)
-    settings = {"noise_multiplier": 0.0, "delta": 1e-5, "steps": 1, "batch_size": rows, "clip": clip}
+    settings = {
+        "noise_multiplier": 0.0,
+        "delta": 1e-5,
+        "steps": 1,
+        "batch_size": rows,
+        "clip": clip,
+    }
     private = dpkfc.make_private(
-        model, optimizer, records, max_physical_batch_size=chunk, geometry=geometry, loss=loss, **settings
+        model,
+        optimizer,
+        records,
+        max_physical_batch_size=chunk,
+        geometry=geometry,
+        loss=loss,
+        **settings,
     )
     for part in private.loader:
         loss(model, part).backward()

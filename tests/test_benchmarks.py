@@ -30,7 +30,16 @@ def bench(*arguments: str, module: str = "speed") -> subprocess.CompletedProcess
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = tmp_path_factory.mktemp("speed") / "speed.json"
     drawing = ["--plot", str(file.with_suffix(".png"))] if find_spec("matplotlib") else []
-    small = ["--workloads", "mlp", "--arms", "sgd,opacus_hooks,dpkfc,dpkfc_kfc", "--rounds", "1", "--threads", "1"]
+    small = [
+        "--workloads",
+        "mlp",
+        "--arms",
+        "sgd,opacus_hooks,dpkfc,dpkfc_kfc",
+        "--rounds",
+        "1",
+        "--threads",
+        "1",
+    ]
     done = bench("--json", str(file), *small, *drawing)
     assert done.returncode == 0, done.stderr
     assert "opacus_hooks" in done.stdout
@@ -48,8 +57,15 @@ def test_every_arm_is_measured_or_says_why_not(result: dict[str, Any]) -> None:
         if "error" in figures:
             assert "\n" not in figures["error"]
         else:
-            its_own = {"seconds_step", "seconds_refresh", "refresh_in_steps"} if arm == "dpkfc_kfc" else set()
-            assert set(figures) == {"seconds", "seconds_best", "peak_mb", "baseline_mb", "ratio"} | its_own
+            its_own = (
+                {"seconds_step", "seconds_refresh", "refresh_in_steps"}
+                if arm == "dpkfc_kfc"
+                else set()
+            )
+            assert (
+                set(figures)
+                == {"seconds", "seconds_best", "peak_mb", "baseline_mb", "ratio"} | its_own
+            )
             assert set(figures["ratio"]) == {"seconds", "peak_mb", "net_mb"}
             assert figures["seconds"] >= figures["seconds_best"] > 0
             assert figures["peak_mb"] > figures["baseline_mb"] > 0
@@ -93,7 +109,11 @@ def test_every_turn_and_the_memory_run_end_with_a_refresh(
     small = growth.wide(16, batch_size=4, steps=3)
     figures = speed.time_workload(small, ["dpkfc_kfc"], rounds=2, warmup=2)
     assert "error" not in figures["dpkfc_kfc"]
-    assert refreshed_at == [0, 5, 9]  # two steps of warming up, then turns of three steps and one with a refresh
+    assert refreshed_at == [
+        0,
+        5,
+        9,
+    ]  # two steps of warming up, then turns of three steps and one with a refresh
     refreshed_at.clear()
     speed.report_memory("mlp", "dpkfc_kfc", steps=2, threads=torch.get_num_threads())
     assert refreshed_at == [0, 1]
@@ -125,7 +145,9 @@ def test_growth_has_a_ratio_for_every_size(tmp_path: Path) -> None:
         for arms in points.values():
             assert list(arms) == ["sgd", "dpkfc", "dpkfc_kfc"]
             for figures in arms.values():
-                assert figures["ratio"]["seconds"] == pytest.approx(figures["seconds"] / arms["sgd"]["seconds"])
+                assert figures["ratio"]["seconds"] == pytest.approx(
+                    figures["seconds"] / arms["sgd"]["seconds"]
+                )
             assert "refresh_in_steps" in arms["dpkfc_kfc"]
 
 

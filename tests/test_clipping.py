@@ -33,7 +33,9 @@ def test_nothing_exceeds_the_clip(norms: list[float], clip: float, gamma: float 
 
 @pytest.mark.parametrize("gamma", GAMMAS)
 @pytest.mark.parametrize("exponent", range(-46, -10, 3))
-def test_a_gradient_of_many_tiny_numbers_does_not_blow_up(gamma: float | None, exponent: int) -> None:
+def test_a_gradient_of_many_tiny_numbers_does_not_blow_up(
+    gamma: float | None, exponent: int
+) -> None:
     """Squares of numbers below 1e-19 underflow in float32: dividing by such a norm would leave the ball."""
     g = torch.full((1000,), 10.0**exponent)
     (weight,), _ = clip_weights(g.square().sum()[None], 1.0, gamma)
@@ -94,8 +96,16 @@ def perceptron(seed: int) -> nn.Sequential:
 def auto_run(model: nn.Module, geometry: Any, **settings: Any) -> dpkfc.PrivateRun:
     data = TensorDataset(torch.zeros(30, 4), torch.zeros(30, dtype=torch.long))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"noise_multiplier": 1.0, "delta": 1e-3, "steps": 4, "batch_size": 5, "clip": "auto"} | settings
-    return dpkfc.make_private(model, optimizer, data, geometry=geometry, loss=dpkfc.losses.cross_entropy, **settings)
+    settings = {
+        "noise_multiplier": 1.0,
+        "delta": 1e-3,
+        "steps": 4,
+        "batch_size": 5,
+        "clip": "auto",
+    } | settings
+    return dpkfc.make_private(
+        model, optimizer, data, geometry=geometry, loss=dpkfc.losses.cross_entropy, **settings
+    )
 
 
 def squares(output: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -156,4 +166,6 @@ def test_a_clip_from_probes_needs_probes() -> None:
 )
 def test_wrong_clips_are_refused(clip: Any, message: str) -> None:
     with pytest.raises(dpkfc.PrivacyError, match=message):
-        dpkfc.Plan.make(records=100, batch_size=10, steps=3, clip=clip, noise_multiplier=1.0, delta=1e-3)
+        dpkfc.Plan.make(
+            records=100, batch_size=10, steps=3, clip=clip, noise_multiplier=1.0, delta=1e-3
+        )

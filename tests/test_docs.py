@@ -45,7 +45,9 @@ def test_code_blocks_run(
         printed = capsys.readouterr().out
         if shown:
             assert words(printed) == words(shown)
-            assert numbers(printed) == pytest.approx(numbers(shown), rel=0.05)  # other machines round otherwise
+            assert numbers(printed) == pytest.approx(
+                numbers(shown), rel=0.05
+            )  # other machines round otherwise
 
 
 def words(text: str) -> list[str]:
@@ -66,10 +68,16 @@ def test_figures_of_the_overview_are_those_of_the_tables() -> None:
     tables = " ".join(page.read_text() for page in DOCS.glob("results/*/*.md"))
     figures = re.findall(r"(?<![\w.])\d+\.\d+", (DOCS / "results" / "index.md").read_text())
     assert figures
-    assert [figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.])", tables)] == []
+    assert [
+        figure
+        for figure in figures
+        if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.])", tables)
+    ] == []
 
 
-@pytest.mark.parametrize("module", [dpkfc, dpkfc.optim, dpkfc.diagnostics, dpkfc.features], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "module", [dpkfc, dpkfc.optim, dpkfc.diagnostics, dpkfc.features], ids=lambda m: m.__name__
+)
 def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
     reference = " ".join(page.read_text() for page in DOCS.glob("api/*.md"))
     shown = set(re.findall(r"^(?:::: | +heading: )(\S+)", reference, re.MULTILINE))
@@ -80,9 +88,15 @@ def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
 
 def public_names(module: ModuleType) -> list[str]:
     listed = getattr(module, "__all__", None) or [
-        name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__
+        name
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", None) == module.__name__
     ]
-    return [name for name in listed if name[0] != "_" and not isinstance(getattr(module, name), ModuleType)]
+    return [
+        name
+        for name in listed
+        if name[0] != "_" and not isinstance(getattr(module, name), ModuleType)
+    ]
 
 
 class Page(HTMLParser):
@@ -108,15 +122,21 @@ def test_the_site_builds_is_complete_and_loads_nothing_from_elsewhere(tmp_path: 
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 
-    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True))  # any warning aborts
+    build(
+        load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True)
+    )  # any warning aborts
 
     pages = {str(page.relative_to(DOCS).with_suffix(".html")) for page in DOCS.rglob("*.md")}
     home = Page(tmp_path / "index.html")
     assert pages - home.links == set(), "not in the navigation"
     for name in pages:
-        elsewhere = [found for found in Page(tmp_path / name).loaded if re.match(r"\w+:(?!image/)|//", found)]
+        elsewhere = [
+            found for found in Page(tmp_path / name).loaded if re.match(r"\w+:(?!image/)|//", found)
+        ]
         assert elsewhere == [], name
-        assert 'class="mermaid"' not in (tmp_path / name).read_text(), f"{name}: its script would come from elsewhere"
+        assert 'class="mermaid"' not in (tmp_path / name).read_text(), (
+            f"{name}: its script would come from elsewhere"
+        )
     for sheet in tmp_path.rglob("*.css"):
         assert not re.search(r"@import|url\([\"']?(https?:)?//", sheet.read_text()), sheet
 
@@ -124,6 +144,8 @@ def test_the_site_builds_is_complete_and_loads_nothing_from_elsewhere(tmp_path: 
     for name in get_command(app).commands:
         assert f'id="dpkfc-{name}"' in reference
         said = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"}).output
-        assert [option for option in re.findall(r"--[a-z-]+", said) if option not in reference] == []
+        assert [
+            option for option in re.findall(r"--[a-z-]+", said) if option not in reference
+        ] == []
     formulas = (tmp_path / "formulas.html").read_text()
     assert formulas.count("<math") > 30 and "arithmatex" not in formulas

@@ -22,7 +22,10 @@ def images(count: int = 5) -> torch.Tensor:
 @pytest.mark.parametrize("scales", [1, 2])
 def test_the_number_of_features_is_the_documented_one(scales: int) -> None:
     paths = 1 + 8 * scales + 32 * scales * (scales - 1)
-    assert Scattering(SHAPE, scales)(images()).shape == (5, 2 * paths * (16 >> scales) * (12 >> scales))
+    assert Scattering(SHAPE, scales)(images()).shape == (
+        5,
+        2 * paths * (16 >> scales) * (12 >> scales),
+    )
 
 
 def test_every_image_is_seen_alone() -> None:

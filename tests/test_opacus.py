@@ -30,7 +30,10 @@ class Text(nn.Module):
 
 
 MODELS = {
-    "mlp": (lambda: nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 4)), lambda: torch.randn(BATCH, 10)),
+    "mlp": (
+        lambda: nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 4)),
+        lambda: torch.randn(BATCH, 10),
+    ),
     "cnn": (
         lambda: nn.Sequential(
             nn.Conv2d(2, 6, 3, stride=2, padding=1),
@@ -72,7 +75,9 @@ def test_clipped_sum_equals_opacus(name: str, ghost: bool) -> None:
     options = {"noise_multiplier": 0.0, "max_grad_norm": CLIP, "expected_batch_size": BATCH}
     plain = torch.optim.SGD(twin.parameters(), lr=0.0)
     if ghost:
-        wrapped = GradSampleModuleFastGradientClipping(twin, max_grad_norm=CLIP, use_ghost_clipping=True)
+        wrapped = GradSampleModuleFastGradientClipping(
+            twin, max_grad_norm=CLIP, use_ghost_clipping=True
+        )
         theirs = DPOptimizerFastGradientClipping(plain, **options)
         DPLossFastGradientClipping(wrapped, theirs, nn.CrossEntropyLoss())(wrapped(x), y).backward()
     else:

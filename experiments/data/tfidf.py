@@ -42,10 +42,14 @@ class TfIdf:
         rows = np.zeros((len(texts), len(self.words)), dtype=np.float32)
         places, weights = self.places, np.array(self.idf)
         for row, text in zip(rows, texts, strict=True):
-            counts = Counter(place for word in _words(text) if (place := places.get(word)) is not None)
+            counts = Counter(
+                place for word in _words(text) if (place := places.get(word)) is not None
+            )
             if counts:
                 found = np.fromiter(counts, dtype=np.int64)
-                values = (1 + np.log(np.fromiter(counts.values(), dtype=np.float64))) * weights[found]
+                values = (1 + np.log(np.fromiter(counts.values(), dtype=np.float64))) * weights[
+                    found
+                ]
                 row[found] = values / np.linalg.norm(values)
         return torch.from_numpy(rows)
 
@@ -66,7 +70,9 @@ def fitted(public: Sequence[str], size: int) -> TfIdf:
         documents.update(found.keys())
     words = sorted(uses, key=lambda word: (-uses[word], word))[:size]
     if len(words) < size:
-        raise PrivacyError(f"TF-IDF of {size} words: the public texts have only {len(words)} different ones")
+        raise PrivacyError(
+            f"TF-IDF of {size} words: the public texts have only {len(words)} different ones"
+        )
     idf = (1 + math.log((1 + len(public)) / (1 + documents[word])) for word in words)
     return TfIdf(tuple(words), tuple(idf))
 

@@ -9,7 +9,9 @@ from torch import Tensor
 
 ROUNDING = 1e-6  # the usual relative error of a float32 norm
 MARGIN = 1e-4  # and what no norm exceeds, by which the noise is larger than the clip asks for
-SMALLEST_CLIP = 1e-6  # what float32 loses of products of very small and very large numbers is far below
+SMALLEST_CLIP = (
+    1e-6  # what float32 loses of products of very small and very large numbers is far below
+)
 SMALLEST_GAMMA = 1e-4
 
 
@@ -29,7 +31,9 @@ class AutomaticClipping:
     gamma: float = 0.01
 
 
-def clip_weights(squared_norms: Tensor, clip: float, gamma: float | None = None) -> tuple[Tensor, Tensor]:
+def clip_weights(
+    squared_norms: Tensor, clip: float, gamma: float | None = None
+) -> tuple[Tensor, Tensor]:
     """``min(1, C (1 - ROUNDING) / ‖g_i‖)`` for each sample, and which samples are finite.
 
     With `gamma`, ``C (1 - ROUNDING) / (‖g_i‖ + γ)`` instead. Either way ``‖weight · g‖ ≤ C``.

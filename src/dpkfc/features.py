@@ -36,10 +36,14 @@ class Scattering:
 
     def __call__(self, images: Tensor, batch: int = 250) -> Tensor:
         if tuple(images.shape[1:]) != self.shape:
-            raise PrivacyError(f"Scattering{self.shape}: images of shape {tuple(images.shape[1:])} were given")
+            raise PrivacyError(
+                f"Scattering{self.shape}: images of shape {tuple(images.shape[1:])} were given"
+            )
         transform = _scattering(self.scales, self.shape[1:])
         with torch.no_grad():
-            return torch.cat([transform(part.contiguous()).flatten(1) for part in images.split(batch)])
+            return torch.cat(
+                [transform(part.contiguous()).flatten(1) for part in images.split(batch)]
+            )
 
 
 @cache
@@ -73,5 +77,7 @@ def standardised(
     mean, deviation = found.mean(0), found.std(0)
     deviation = deviation + FLOOR * deviation.square().mean().sqrt()
     if not bool((deviation > 0).all()):
-        raise PrivacyError("standardised: the features of all probes are the same: use another probe or transform")
+        raise PrivacyError(
+            "standardised: the features of all probes are the same: use another probe or transform"
+        )
     return lambda inputs: (transform(inputs) - mean) / deviation

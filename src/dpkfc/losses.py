@@ -33,5 +33,7 @@ def mean_over_records(values: Tensor, mask: Tensor | None = None) -> Tensor:
     """
     if mask is None:
         return values.flatten(1).mean(1).mean()
-    kept = torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
+    kept = torch.where(
+        mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device)
+    )
     return (kept.flatten(1).sum(1) / mask.bool().flatten(1).sum(1).clamp(min=1)).mean()

@@ -33,12 +33,18 @@ ZEROS = bytes(4 * HALF)  # the plain text whose cipher text is the key stream
 
 def first_key(seed: int | None) -> bytes:
     """256 bits: from the operating system, or, for reproducible experiments only, from a seed."""
-    return os.urandom(32) if seed is None else hashlib.sha256(f"dpkfc seed {seed}".encode()).digest()
+    return (
+        os.urandom(32) if seed is None else hashlib.sha256(f"dpkfc seed {seed}".encode()).digest()
+    )
 
 
 def is_key(text: object) -> bool:
     """Is it a key as it is written to files: 64 hexadecimal digits?"""
-    return isinstance(text, str) and len(text) == 64 and all(digit in "0123456789abcdef" for digit in text)
+    return (
+        isinstance(text, str)
+        and len(text) == 64
+        and all(digit in "0123456789abcdef" for digit in text)
+    )
 
 
 def next_key(key: bytes) -> bytes:
@@ -53,7 +59,9 @@ def sub_key(key: bytes, purpose: str) -> bytes:
 
 def _fill(key: bytes, byte_offset: int, buffer: bytearray, length: int) -> None:
     """Write `length` bytes of AES-CTR key stream, starting at a multiple of the 16-byte block."""
-    stream = Cipher(algorithms.AES(key[:16]), modes.CTR((byte_offset // 16).to_bytes(16, "big"))).encryptor()
+    stream = Cipher(
+        algorithms.AES(key[:16]), modes.CTR((byte_offset // 16).to_bytes(16, "big"))
+    ).encryptor()
     zeros = ZEROS if length <= len(ZEROS) else bytes(length)
     stream.update_into(memoryview(zeros)[:length], buffer)
 
@@ -111,7 +119,9 @@ def _sharpen_tail_(u: Tensor, key: bytes, lane: int) -> None:
         position = 4 * (lane * HALF + column)
         _fill(sub_key(key, "tail"), position - position % 16, bits, 16)
         fraction = (int.from_bytes(bits[position % 16 : position % 16 + 4], "little") + 0.5) / 2**32
-        u[column] = float(u[column]) - 0.5 + fraction  # in float64, so that the smallest are not lost
+        u[column] = (
+            float(u[column]) - 0.5 + fraction
+        )  # in float64, so that the smallest are not lost
 
 
 def normal_lanes(key: bytes, count: int) -> Iterator[Tensor]:

@@ -58,7 +58,9 @@ class CyclicPoisson:
     def __init__(self, key: bytes, records: int, groups: int, rate: float) -> None:
         self.records, self.groups, self.rate = records, groups, rate
         if groups > 1:
-            self._group = uniform_bits(key, records) % np.uint64(groups)  # uniform but for groups / 2⁶⁴
+            self._group = uniform_bits(key, records) % np.uint64(
+                groups
+            )  # uniform but for groups / 2⁶⁴
 
     @property
     def expected(self) -> float:
@@ -89,7 +91,10 @@ def split(step: int, rows: list[int], at_most: int | None) -> Iterator[tuple[Chu
     size = at_most or max(1, len(rows))
     for start in range(0, max(1, len(rows)), size):
         part = rows[start : start + size]
-        yield Chunk(step, len(part), len(rows), first=start == 0, last=start + size >= len(rows)), part
+        yield (
+            Chunk(step, len(part), len(rows), first=start == 0, last=start + size >= len(rows)),
+            part,
+        )
 
 
 KEPT_OPTIONS = (
@@ -111,7 +116,9 @@ def read_dataset(data: Any) -> tuple[Dataset[Any], dict[str, Any], int | None]:
     if isinstance(data, DataLoader):
         sampler: Any = data.batch_sampler if data.batch_size is None else data.sampler
         batch_size = data.batch_size
-        if type(sampler) is BatchSampler:  # as a DataLoader makes it, and one that accelerate has prepared
+        if (
+            type(sampler) is BatchSampler
+        ):  # as a DataLoader makes it, and one that accelerate has prepared
             sampler, batch_size = sampler.sampler, sampler.batch_size
         if not _shuffles(sampler):
             raise PrivacyError(
@@ -121,7 +128,9 @@ def read_dataset(data: Any) -> tuple[Dataset[Any], dict[str, Any], int | None]:
             )
         dataset = data.dataset
         options = {name: getattr(data, name) for name in KEPT_OPTIONS}
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)):
+    if isinstance(dataset, IterableDataset) or not (
+        hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
+    ):
         raise PrivacyError(
             f"{type(dataset).__name__} has no length and no index: Poisson sampling must be able to draw "
             "any record at any step. Use a map-style Dataset"
@@ -133,8 +142,12 @@ def read_dataset(data: Any) -> tuple[Dataset[Any], dict[str, Any], int | None]:
 def _shuffles(sampler: Any) -> bool:
     """Does it give every record the same chance? Those of torch, and accelerate's, that a DataLoader has by default."""
     kind = type(sampler)
-    of_accelerate = kind.__module__.startswith("accelerate.") and kind.__name__ == "SeedableRandomSampler"
-    return (kind in (SequentialSampler, RandomSampler) or of_accelerate) and not getattr(sampler, "replacement", False)
+    of_accelerate = (
+        kind.__module__.startswith("accelerate.") and kind.__name__ == "SeedableRandomSampler"
+    )
+    return (kind in (SequentialSampler, RandomSampler) or of_accelerate) and not getattr(
+        sampler, "replacement", False
+    )
 
 
 class Steps(Protocol):
@@ -168,8 +181,12 @@ class PrivateLoader:
     ) -> None:
         self.dataset, self._options, self._sampler = dataset, options, sampler
         self._steps, self._at_most, self._run = steps, at_most, run
-        self._counted: tuple[int, bytes, int, int] | None = None  # first step, key, steps, and batches in them
-        self._under_way: tuple[int, bytes, int] | None = None  # the iteration: its first step, key, and steps
+        self._counted: tuple[int, bytes, int, int] | None = (
+            None  # first step, key, steps, and batches in them
+        )
+        self._under_way: tuple[int, bytes, int] | None = (
+            None  # the iteration: its first step, key, and steps
+        )
 
     def __len__(self) -> int:
         """How many batches iterating yields; during an iteration, how many that one yields in all.
@@ -213,7 +230,9 @@ class PrivateLoader:
         def indices() -> Iterator[list[int]]:
             chain = key
             for step in range(first, first + steps):
-                for chunk, rows in split(step, sampler.draw(sub_key(chain, "sampling"), step), self._at_most):
+                for chunk, rows in split(
+                    step, sampler.draw(sub_key(chain, "sampling"), step), self._at_most
+                ):
                     ahead.append(chunk)
                     if rows:
                         yield rows
@@ -225,7 +244,9 @@ class PrivateLoader:
         own = torch.Generator()  # for the workers' seeds; the global generator stays put
         own.manual_seed(int.from_bytes(sub_key(key, "workers")[:7], "big"))
         try:
-            for batch in DataLoader(dataset, batch_sampler=_Batches(indices), generator=own, **options):
+            for batch in DataLoader(
+                dataset, batch_sampler=_Batches(indices), generator=own, **options
+            ):
                 self._skip_empty(ahead)
                 self._run._begin(ahead.popleft(), batch)
                 yield batch

@@ -28,12 +28,15 @@ def few(examples: int) -> settings:
 
 
 @pytest.mark.parametrize(
-    ("batch", "epochs", "noise"), [(256, 5, 0.905), (512, 5, 1.091), (1024, 5, 1.381), (1024, 15, 2.069)]
+    ("batch", "epochs", "noise"),
+    [(256, 5, 0.905), (512, 5, 1.091), (1024, 5, 1.381), (1024, 15, 2.069)],
 )
 def test_noise_for_epsilon_one_on_60000_records(batch: int, epochs: int, noise: float) -> None:
     # The reference was found on a ten times coarser grid and rounded up: what is found here is a little less.
     steps = math.ceil(epochs * RECORDS / batch)
-    found = calibrate_noise(lambda sigma: Mechanism(batch / RECORDS, sigma, steps), epsilon=1.0, delta=1e-5)
+    found = calibrate_noise(
+        lambda sigma: Mechanism(batch / RECORDS, sigma, steps), epsilon=1.0, delta=1e-5
+    )
     assert noise - 0.003 < found <= noise
 
 
@@ -49,7 +52,9 @@ def test_epsilon_of_the_textbook_run(accountant: str, epsilon: float) -> None:
         ("rdp", lambda: dp.rdp.RdpAccountant()),
     ],
 )
-def test_composition_of_unlike_mechanisms_is_the_accountants_own(accountant: str, oracle: object) -> None:
+def test_composition_of_unlike_mechanisms_is_the_accountants_own(
+    accountant: str, oracle: object
+) -> None:
     parts = [Mechanism(0.01, 1.0, 300), Mechanism(0.05, 2.0, 20), Mechanism(1.0, 8.0, 1)]
     direct = oracle()  # type: ignore[operator]
     for part in parts:
@@ -75,17 +80,23 @@ def test_one_plain_gaussian_agrees_with_its_closed_form() -> None:
 
 @few(3)
 @given(rate=rates, steps=counts, epsilon=st.floats(0.8, 8.0))
-def test_calibration_keeps_the_target_and_wastes_nothing(rate: float, steps: int, epsilon: float) -> None:
+def test_calibration_keeps_the_target_and_wastes_nothing(
+    rate: float, steps: int, epsilon: float
+) -> None:
     _keeps_the_target_and_wastes_nothing(rate, steps, epsilon, "pld")
 
 
 @few(6)
 @given(rate=rates, steps=counts, epsilon=st.floats(0.8, 8.0))
-def test_calibration_with_rdp_keeps_the_target_and_wastes_nothing(rate: float, steps: int, epsilon: float) -> None:
+def test_calibration_with_rdp_keeps_the_target_and_wastes_nothing(
+    rate: float, steps: int, epsilon: float
+) -> None:
     _keeps_the_target_and_wastes_nothing(rate, steps, epsilon, "rdp")
 
 
-def _keeps_the_target_and_wastes_nothing(rate: float, steps: int, epsilon: float, accountant: str) -> None:
+def _keeps_the_target_and_wastes_nothing(
+    rate: float, steps: int, epsilon: float, accountant: str
+) -> None:
     noise = calibrate_noise(lambda sigma: Mechanism(rate, sigma, steps), epsilon, 1e-5, accountant)  # type: ignore[arg-type]
     spent = epsilon_spent([Mechanism(rate, noise, steps)], 1e-5, accountant)  # type: ignore[arg-type]
     assert spent <= epsilon
@@ -94,7 +105,9 @@ def _keeps_the_target_and_wastes_nothing(rate: float, steps: int, epsilon: float
 
 @few(4)
 @given(rate=rates, noise=noises, steps=counts)
-def test_more_data_less_noise_or_more_steps_cost_more(rate: float, noise: float, steps: int) -> None:
+def test_more_data_less_noise_or_more_steps_cost_more(
+    rate: float, noise: float, steps: int
+) -> None:
     base = epsilon_spent([Mechanism(rate, noise, steps)], 1e-5)
     assert epsilon_spent([Mechanism(1.2 * rate, noise, steps)], 1e-5) > base
     assert epsilon_spent([Mechanism(rate, noise / 1.2, steps)], 1e-5) > base
@@ -111,7 +124,9 @@ def test_the_tight_accountant_is_below_the_loose_one(rate: float, noise: float, 
 
 @few(3)
 @given(rate=rates, noise=noises, steps=counts, part=st.floats(0.1, 0.9))
-def test_a_run_in_two_parts_costs_what_it_costs_in_one(rate: float, noise: float, steps: int, part: float) -> None:
+def test_a_run_in_two_parts_costs_what_it_costs_in_one(
+    rate: float, noise: float, steps: int, part: float
+) -> None:
     whole, first = Mechanism(rate, noise, steps), int(part * steps)
     parts = [whole.after(first), whole.after(steps - first)]
     assert epsilon_spent(parts, 1e-5) == pytest.approx(epsilon_spent([whole], 1e-5), rel=2e-3)

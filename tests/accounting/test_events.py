@@ -35,8 +35,12 @@ def test_one_gaussian_release_has_the_known_noise(epsilon: float, sigma: float) 
     assert gaussian_epsilon(found, 1e-5) <= epsilon
 
 
-@pytest.mark.parametrize(("steps", "factor"), [(1, 0.5), (10, 0.5), (11, 0.8), (20, 0.8), (21, 1.0), (30, 1.0)])
-def test_a_run_that_stops_early_has_the_sensitivity_of_its_rounds(steps: int, factor: float) -> None:
+@pytest.mark.parametrize(
+    ("steps", "factor"), [(1, 0.5), (10, 0.5), (11, 0.8), (20, 0.8), (21, 1.0), (30, 1.0)]
+)
+def test_a_run_that_stops_early_has_the_sensitivity_of_its_rounds(
+    steps: int, factor: float
+) -> None:
     stopped = Mechanism(1.0, 2.0, 30, True, 10, GROWING).after(steps)
     exact = gaussian_epsilon(2.0 / factor, 1e-5)
     assert exact <= epsilon_spent([stopped], 1e-5) <= exact * (1 + 1e-3)
@@ -63,20 +67,29 @@ def test_whole_groups_in_turn_are_gaussians_that_add_up() -> None:
 
 @pytest.mark.parametrize(
     "mechanism",
-    [Mechanism(0.1, 1.2, 30), Mechanism(0.1, 1.2, 30, False, 4), Mechanism(1.0, 2.0, 30, True, 10, GROWING)],
+    [
+        Mechanism(0.1, 1.2, 30),
+        Mechanism(0.1, 1.2, 30, False, 4),
+        Mechanism(1.0, 2.0, 30, True, 10, GROWING),
+    ],
 )
 def test_files_keep_a_mechanism_as_it_is(mechanism: Mechanism) -> None:
     written = json.loads(json.dumps(mechanism.to_json()))
     assert Mechanism.from_json(written) == mechanism
     plain = mechanism.cycle == 1
-    assert ("cycle" not in written) == plain, "older versions must not take a correlated mechanism for a plain one"
+    assert ("cycle" not in written) == plain, (
+        "older versions must not take a correlated mechanism for a plain one"
+    )
     assert (written["mechanism"] == "poisson-gaussian") == plain
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"sampling_rate": 0.5, "cycle": 10, "growth": GROWING}, "no accountant that profits from sampling"),
+        (
+            {"sampling_rate": 0.5, "cycle": 10, "growth": GROWING},
+            "no accountant that profits from sampling",
+        ),
         ({"cycle": 0}, "cycle=0"),
         ({"sampling_rate": 1.0, "cycle": 10, "growth": (0.5, 1.0)}, "3 rounds"),
         ({"sampling_rate": 1.0, "cycle": 10, "growth": (0.5, 0.8, 0.9)}, "the last 1"),

@@ -51,7 +51,12 @@ def start(script: str, *arguments: object) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(Path(dpkfc.__path__[0]).parent)}
     command = [sys.executable, "-c", script, *map(str, arguments)]
     return subprocess.Popen(
-        command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command,
+        env=environment,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 
@@ -152,7 +157,10 @@ def test_an_unknown_run_is_refused(ledger: Ledger, path: Path) -> None:
     for act in (ledger.charged, ledger.close_run, lambda name: ledger.charge(name, 1)):
         with pytest.raises(PrivacyError, match="there is no run 'b' on data set 'people'"):
             act("b")
-    with closing(Ledger(path, "others")) as other, pytest.raises(PrivacyError, match="on data set 'others'"):
+    with (
+        closing(Ledger(path, "others")) as other,
+        pytest.raises(PrivacyError, match="on data set 'others'"),
+    ):
         other.charge("a", 1)
 
 
@@ -202,8 +210,12 @@ def test_a_number_of_steps_that_is_none_is_refused(ledger: Ledger, steps: int) -
     assert ledger.charged("a") == 0
 
 
-@pytest.mark.parametrize("name", ["", " ", "a ", "\ta", "a\nb", "\x00", "\ud800", "\x1b[31m", None, 3])
-def test_a_name_that_would_be_lost_or_mistaken_is_refused(path: Path, ledger: Ledger, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["", " ", "a ", "\ta", "a\nb", "\x00", "\ud800", "\x1b[31m", None, 3]
+)
+def test_a_name_that_would_be_lost_or_mistaken_is_refused(
+    path: Path, ledger: Ledger, name: str
+) -> None:
     with pytest.raises(PrivacyError, match="run_id="):
         ledger.open_run(name, PLAN)
     with pytest.raises(PrivacyError, match="dataset="):
@@ -286,7 +298,9 @@ def test_any_sequence_of_acts_leaves_what_a_dictionary_would(
 
 def oracle(parts: list[tuple[float, float, int]], delta: float, accountant: str) -> float:
     analysis = (
-        dp.pld.PLDAccountant(value_discretization_interval=1e-4) if accountant == "pld" else dp.rdp.RdpAccountant()
+        dp.pld.PLDAccountant(value_discretization_interval=1e-4)
+        if accountant == "pld"
+        else dp.rdp.RdpAccountant()
     )
     for rate, noise, steps in parts:
         analysis.compose(dp.PoissonSampledDpEvent(rate, dp.GaussianDpEvent(noise)), steps)
@@ -294,7 +308,9 @@ def oracle(parts: list[tuple[float, float, int]], delta: float, accountant: str)
 
 
 @pytest.mark.parametrize(("accountant", "tolerance"), [("pld", 2e-3), ("rdp", 1e-9)])
-def test_epsilon_composes_the_charged_steps_of_all_runs(ledger: Ledger, accountant: str, tolerance: float) -> None:
+def test_epsilon_composes_the_charged_steps_of_all_runs(
+    ledger: Ledger, accountant: str, tolerance: float
+) -> None:
     charges = {"a": (0.1, 2.0, 60), "b": (0.05, 1.5, 30), "c": (1.0, 9.0, 2)}
     for name, (rate, noise, steps) in charges.items():
         ledger.open_run(name, Mechanism(rate, noise, 100))
@@ -368,7 +384,9 @@ def test_closing_a_run_gives_back_what_it_did_not_use(path: Path) -> None:
             ledger.open_run("d", PLAN)
 
 
-@pytest.mark.parametrize("mechanism", [Mechanism(0.1, 0.0, 1), Mechanism(0.1, 5.0, 1, public_geometry=False)])
+@pytest.mark.parametrize(
+    "mechanism", [Mechanism(0.1, 0.0, 1), Mechanism(0.1, 5.0, 1, public_geometry=False)]
+)
 def test_no_budget_admits_what_is_not_private(path: Path, mechanism: Mechanism) -> None:
     with (
         closing(Ledger(path, "people", budget=(1e6, DELTA))) as ledger,
@@ -384,7 +402,10 @@ def test_a_budget_is_kept_and_must_agree(path: Path) -> None:
     for other in ((2.0, DELTA), (0.5, DELTA), (1.0, 1e-6)):
         with pytest.raises(PrivacyError, match=r"keeps epsilon = 1 at delta = 1e-05"):
             Ledger(path, "people", budget=other)
-    with closing(Ledger(path, "people")) as ledger, pytest.raises(PrivacyError, match="1 is allowed"):
+    with (
+        closing(Ledger(path, "people")) as ledger,
+        pytest.raises(PrivacyError, match="1 is allowed"),
+    ):
         ledger.open_run("a", Mechanism(0.5, 0.5, 1000))
 
 
@@ -400,16 +421,31 @@ def test_a_budget_may_come_later_if_it_is_not_yet_exceeded(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "budget",
-    [(0.0, DELTA), (-1.0, DELTA), (math.inf, DELTA), (math.nan, DELTA), (1.0, 0.0), (1.0, 1.0), 1.0, (1.0,), "ab"],
+    [
+        (0.0, DELTA),
+        (-1.0, DELTA),
+        (math.inf, DELTA),
+        (math.nan, DELTA),
+        (1.0, 0.0),
+        (1.0, 1.0),
+        1.0,
+        (1.0,),
+        "ab",
+    ],
 )
 def test_a_budget_that_is_none_is_refused(path: Path, budget: tuple[float, float]) -> None:
     with pytest.raises(PrivacyError, match="budget="):
         Ledger(path, "people", budget=budget)
 
 
-def test_a_run_that_slips_in_during_the_analysis_is_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_slips_in_during_the_analysis_is_counted(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     budget = ((COST + TWICE) / 2, DELTA)
-    with closing(Ledger(path, "people", budget=budget)) as one, closing(Ledger(path, "people")) as two:
+    with (
+        closing(Ledger(path, "people", budget=budget)) as one,
+        closing(Ledger(path, "people")) as two,
+    ):
         analyse, slipped = module.epsilon_spent, []
 
         def meanwhile(*arguments: object) -> float:
@@ -441,7 +477,9 @@ for step in range(1, int(sys.argv[3]) + 1):
 def test_processes_charge_their_runs_at_the_same_time(path: Path) -> None:
     processes = [start(CHARGE_OWN_RUN, path, f"run {i}", 100 + i) for i in range(3)]
     go(processes)  # all at once, so the file itself is made by all at once
-    assert {run.run_id: run.charged for run in read(path)} == {f"run {i}": 100 + i for i in range(3)}
+    assert {run.run_id: run.charged for run in read(path)} == {
+        f"run {i}": 100 + i for i in range(3)
+    }
 
 
 SHARE_A_RUN = """
@@ -534,7 +572,9 @@ def test_a_charge_that_was_interrupted_may_be_repeated(ledger: Ledger) -> None:
     assert ledger.charged("a") == 6
 
 
-def test_an_interrupt_inside_the_transaction_leaves_no_trace(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_inside_the_transaction_leaves_no_trace(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with closing(Ledger(path, "people")) as ledger, closing(Ledger(path, "people")) as other:
         ledger.open_run("a", PLAN)
         with monkeypatch.context() as patch:
@@ -633,7 +673,9 @@ def test_a_child_charges_durably_after_its_parent_has_closed(path: Path) -> None
     assert {run.run_id: run.charged for run in read(path)} == {"parent": 2, "child": 2}
 
 
-def test_a_connection_carried_across_an_unseen_fork_is_refused(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_carried_across_an_unseen_fork_is_refused(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ledger.open_run("a", PLAN)
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: -1)
@@ -660,7 +702,10 @@ def test_the_file_itself_refuses_to_forget(ledger: Ledger, path: Path, change: s
     ledger.open_run("a", PLAN)
     ledger.charge("a", 5)
     ledger.close_run("a")
-    with closing(sqlite3.connect(path)) as db, pytest.raises(sqlite3.IntegrityError, match="stays charged"):
+    with (
+        closing(sqlite3.connect(path)) as db,
+        pytest.raises(sqlite3.IntegrityError, match="stays charged"),
+    ):
         db.execute(f"UPDATE runs SET {change}")
 
 
@@ -714,7 +759,9 @@ def test_any_file_name_will_do(tmp_path: Path, name: str) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [name]
 
 
-def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_stays_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with closing(Ledger("ledger.db", "people")) as ledger:
         (tmp_path / "elsewhere").mkdir()
@@ -734,7 +781,9 @@ def test_an_empty_file_becomes_a_ledger(path: Path) -> None:
 
 @pytest.mark.parametrize("use", [read, lambda path: Ledger(path, "people")])
 @pytest.mark.parametrize("content", [b"not a database, but long enough to be looked at" * 50, b"x"])
-def test_a_file_that_is_no_ledger_is_refused_and_left_alone(path: Path, use: object, content: bytes) -> None:
+def test_a_file_that_is_no_ledger_is_refused_and_left_alone(
+    path: Path, use: object, content: bytes
+) -> None:
     path.write_bytes(content)
     with pytest.raises(PrivacyError, match="not a ledger"):
         use(path)  # type: ignore[operator]
@@ -742,8 +791,12 @@ def test_a_file_that_is_no_ledger_is_refused_and_left_alone(path: Path, use: obj
 
 
 @pytest.mark.parametrize("use", [read, lambda path: Ledger(path, "people")])
-@pytest.mark.parametrize("statement", ["CREATE TABLE runs (x)", "PRAGMA user_version = 1", "PRAGMA application_id = 7"])
-def test_someone_elses_database_is_refused_and_left_alone(path: Path, use: object, statement: str) -> None:
+@pytest.mark.parametrize(
+    "statement", ["CREATE TABLE runs (x)", "PRAGMA user_version = 1", "PRAGMA application_id = 7"]
+)
+def test_someone_elses_database_is_refused_and_left_alone(
+    path: Path, use: object, statement: str
+) -> None:
     with closing(sqlite3.connect(path)) as db:
         db.execute(statement)
     before = path.read_bytes()
@@ -761,12 +814,16 @@ def test_a_ledger_of_another_version_is_refused(path: Path, use: object) -> None
         use(path)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("fields", [{"mechanism": "tree"}, {**PLAN.to_json(), "bands": 4}, [], "text"])
+@pytest.mark.parametrize(
+    "fields", [{"mechanism": "tree"}, {**PLAN.to_json(), "bands": 4}, [], "text"]
+)
 def test_a_mechanism_of_a_newer_version_is_not_skipped(path: Path, fields: object) -> None:
     Ledger(path, "people").close()
     with closing(sqlite3.connect(path)) as db, db:
         row = ("people", "a", json.dumps(fields), "2025-01-01T00:00:00+00:00")
-        db.execute("INSERT INTO runs (dataset, run_id, mechanism, started) VALUES (?, ?, ?, ?)", row)
+        db.execute(
+            "INSERT INTO runs (dataset, run_id, mechanism, started) VALUES (?, ?, ?, ?)", row
+        )
     with pytest.raises(PrivacyError, match="newer"):
         read(path)
 
@@ -806,11 +863,15 @@ USES: dict[str, Callable[[Ledger], object]] = {
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("which", ["", "-wal"])
-def test_a_file_removed_under_a_live_run_is_noticed(ledger: Ledger, path: Path, which: str, use: str) -> None:
+def test_a_file_removed_under_a_live_run_is_noticed(
+    ledger: Ledger, path: Path, which: str, use: str
+) -> None:
     ledger.open_run("a", PLAN)
     ledger.charge("a", 1)
     Path(f"{path}{which}").rename(f"{path}.moved")
-    with pytest.raises(PrivacyError, match=r"was removed while .* Restore the file .* count what ran since then as"):
+    with pytest.raises(
+        PrivacyError, match=r"was removed while .* Restore the file .* count what ran since then as"
+    ):
         USES[use](ledger)
     Path(f"{path}.moved").rename(f"{path}{which}")
     assert [(run.run_id, run.charged, run.closed) for run in ledger.runs()] == [("a", 1, False)]
@@ -819,7 +880,9 @@ def test_a_file_removed_under_a_live_run_is_noticed(ledger: Ledger, path: Path, 
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("connected", [True, False])
-def test_a_file_replaced_under_a_live_run_is_noticed(ledger: Ledger, path: Path, connected: bool, use: str) -> None:
+def test_a_file_replaced_under_a_live_run_is_noticed(
+    ledger: Ledger, path: Path, connected: bool, use: str
+) -> None:
     ledger.open_run("a", PLAN)
     ledger.charge("a", 1)
     with closing(Ledger(f"{path}.other", "people")) as other:
@@ -868,7 +931,10 @@ def test_other_users_of_the_file_are_no_alarm(path: Path) -> None:
 def test_a_run_keeps_its_delta_and_what_nobody_checked(ledger: Ledger, path: Path) -> None:
     ledger.open_run("a", PLAN, delta=np.float64(1e-6), unchecked=["loss", "seed", "loss"])
     ledger.open_run("b", PLAN)
-    assert [(run.delta, run.unchecked) for run in ledger.runs()] == [(1e-6, ("loss", "seed")), (None, ())]
+    assert [(run.delta, run.unchecked) for run in ledger.runs()] == [
+        (1e-6, ("loss", "seed")),
+        (None, ()),
+    ]
     assert ledger.runs() == read(path)
 
 
@@ -911,11 +977,15 @@ def test_notes_that_are_none_are_refused(ledger: Ledger, unchecked: Any) -> None
 # Names that resemble each other
 
 
-@pytest.mark.parametrize("name", ["People", "peo ple", "p-e-o-p-l-e", "PEOPLE!", "peoples", "peple"])
+@pytest.mark.parametrize(
+    "name", ["People", "peo ple", "p-e-o-p-l-e", "PEOPLE!", "peoples", "peple"]
+)
 def test_a_new_name_that_resembles_a_known_one_is_warned_of_once(path: Path, name: str) -> None:
     with closing(Ledger(path, "people")) as known, closing(Ledger(path, name)) as new:
         known.open_run("a", PLAN)
-        with pytest.warns(UserWarning, match=r"which knows 'people': runs under different names are not composed"):
+        with pytest.warns(
+            UserWarning, match=r"which knows 'people': runs under different names are not composed"
+        ):
             new.open_run("a", PLAN)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -950,7 +1020,9 @@ def test_where_warnings_are_errors_nothing_is_entered(path: Path) -> None:
         known.charge("a", 1)  # the file is not left locked
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that even root cannot write to")
+@pytest.mark.skipif(
+    not Path("/proc/self").exists(), reason="needs a folder that even root cannot write to"
+)
 def test_a_folder_that_takes_no_file_is_refused() -> None:
     with pytest.raises(PrivacyError, match="may write to both"):
         Ledger("/proc/ledger.db", "people")
@@ -988,9 +1060,14 @@ def test_a_ledger_in_a_read_only_folder_is_read_and_not_written() -> None:
     assert "may write to" in message
 
 
-def test_a_locked_file_is_waited_for_and_then_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locked_file_is_waited_for_and_then_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "PATIENCE", 0.2)
-    with closing(Ledger(path, "people")) as ledger, closing(sqlite3.connect(path, isolation_level=None)) as other:
+    with (
+        closing(Ledger(path, "people")) as ledger,
+        closing(sqlite3.connect(path, isolation_level=None)) as other,
+    ):
         ledger.open_run("a", PLAN)
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(PrivacyError, match="another process holds it"):

@@ -20,7 +20,9 @@ def test_what_is_printed_is_never_below_the_number(value: float, digits: int) ->
 
 
 @given(st.floats(min_value=1e-300, max_value=1e300), st.integers(1, 17))
-def test_what_is_printed_is_at_most_one_unit_of_the_last_digit_above(value: float, digits: int) -> None:
+def test_what_is_printed_is_at_most_one_unit_of_the_last_digit_above(
+    value: float, digits: int
+) -> None:
     exact = Decimal(repr(value))
     unit = Decimal(1).scaleb(exact.adjusted() - digits + 1)
     assert Decimal(round_up(value, digits)) - exact < unit

@@ -22,7 +22,12 @@ from dpkfc.accounting.ledger import Ledger, read
 from dpkfc.accounting.selection import BestOf
 
 DELTA = 1e-5
-SHAPES = [BestOf(10), BestOf(10, "poisson"), BestOf(10, "geometric", 20.0), BestOf(2.5, "poisson", 8.0)]
+SHAPES = [
+    BestOf(10),
+    BestOf(10, "poisson"),
+    BestOf(10, "geometric", 20.0),
+    BestOf(2.5, "poisson", 8.0),
+]
 
 
 # The paper's formulas, written down a second time
@@ -38,14 +43,23 @@ def subsampled(orders: np.ndarray, rate: float, sigma: float) -> np.ndarray:
     for order in orders:
         k = np.arange(order + 1)
         log_choose = gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1)
-        terms = log_choose + (order - k) * math.log1p(-rate) + k * math.log(rate) + k * (k - 1) / (2 * sigma**2)
+        terms = (
+            log_choose
+            + (order - k) * math.log1p(-rate)
+            + k * math.log(rate)
+            + k * (k - 1) / (2 * sigma**2)
+        )
         found.append(logsumexp(terms) / (order - 1))
     return np.array(found)
 
 
 def best_of_geometric(orders: np.ndarray, run: np.ndarray, mean: float) -> np.ndarray:
     """Theorem 2 with η = 1, γ = 1/mean."""
-    return run + math.log(mean) / (orders - 1) + 2 * np.min((1 - 1 / orders) * run + math.log(mean) / orders)
+    return (
+        run
+        + math.log(mean) / (orders - 1)
+        + 2 * np.min((1 - 1 / orders) * run + math.log(mean) / orders)
+    )
 
 
 def epsilon_of(orders: np.ndarray, renyi: np.ndarray, delta: float) -> float:
@@ -54,8 +68,12 @@ def epsilon_of(orders: np.ndarray, renyi: np.ndarray, delta: float) -> float:
 
 
 @pytest.mark.parametrize("mean", [1, 3, 10, 100.5])
-@pytest.mark.parametrize(("sigma", "score_noise"), [(4.0, None), (4.0, 10.0), (20.0, None), (1.0, 5.0)])
-def test_the_geometric_price_is_that_of_the_paper(mean: float, sigma: float, score_noise: float | None) -> None:
+@pytest.mark.parametrize(
+    ("sigma", "score_noise"), [(4.0, None), (4.0, 10.0), (20.0, None), (1.0, 5.0)]
+)
+def test_the_geometric_price_is_that_of_the_paper(
+    mean: float, sigma: float, score_noise: float | None
+) -> None:
     orders = np.array(ORDERS, dtype=float)
     run = gaussian(orders, sigma) + (0 if score_noise is None else gaussian(orders, score_noise))
     price = epsilon_of(orders, best_of_geometric(orders, run, mean), DELTA)
@@ -71,17 +89,25 @@ def test_the_price_of_a_subsampled_run_in_composition_is_that_of_the_paper() -> 
     chosen, other = Mechanism(0.02, 1.2, 300, best_of=BestOf(5)), Mechanism(0.1, 2.0, 40)
     price = epsilon_of(orders, renyi, DELTA)
     assert 0.98 * price < epsilon_spent([chosen, other], DELTA) <= price * (1 + 1e-9)
-    assert epsilon_spent([other, chosen], DELTA, "rdp") == epsilon_spent([chosen, other], DELTA, "pld")
+    assert epsilon_spent([other, chosen], DELTA, "rdp") == epsilon_spent(
+        [chosen, other], DELTA, "pld"
+    )
 
 
 @pytest.mark.parametrize("mean", [2, 10])
 @pytest.mark.parametrize("sigma", [2.0, 8.0])
-def test_the_poisson_price_is_at_least_that_of_the_paper_with_the_exact_delta(mean: float, sigma: float) -> None:
+def test_the_poisson_price_is_at_least_that_of_the_paper_with_the_exact_delta(
+    mean: float, sigma: float
+) -> None:
     """Theorem 6 with δ̂ of the Gaussian from its closed form, which dp-accounting bounds by way of RDP."""
     orders = np.array(ORDERS, dtype=float)
     hat = np.log1p(1 / (orders - 1))
-    gap = stats.norm.cdf(0.5 / sigma - hat * sigma) - np.exp(hat) * stats.norm.cdf(-0.5 / sigma - hat * sigma)
-    least = epsilon_of(orders, gaussian(orders, sigma) + mean * gap + math.log(mean) / (orders - 1), DELTA)
+    gap = stats.norm.cdf(0.5 / sigma - hat * sigma) - np.exp(hat) * stats.norm.cdf(
+        -0.5 / sigma - hat * sigma
+    )
+    least = epsilon_of(
+        orders, gaussian(orders, sigma) + mean * gap + math.log(mean) / (orders - 1), DELTA
+    )
     found = epsilon_spent([Mechanism(1.0, sigma, 1, best_of=BestOf(mean, "poisson"))], DELTA)
     assert least <= found < 1.5 * least
 
@@ -91,14 +117,20 @@ def test_the_poisson_price_is_at_least_that_of_the_paper_with_the_exact_delta(me
 def test_the_orders_are_fine_enough(mean: float, sigma: float) -> None:
     dense = 1 + np.geomspace(1e-3, 2e4, 20_000)
     least = epsilon_of(dense, best_of_geometric(dense, gaussian(dense, sigma), mean), DELTA)
-    assert least <= epsilon_spent([Mechanism(1.0, sigma, 1, best_of=BestOf(mean))], DELTA) < 1.02 * least
+    assert (
+        least
+        <= epsilon_spent([Mechanism(1.0, sigma, 1, best_of=BestOf(mean))], DELTA)
+        < 1.02 * least
+    )
 
 
 # What a choice costs
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=repr)
-def test_a_choice_costs_more_than_a_run_and_more_the_more_there_is_to_choose_from(shape: BestOf) -> None:
+def test_a_choice_costs_more_than_a_run_and_more_the_more_there_is_to_choose_from(
+    shape: BestOf,
+) -> None:
     run = Mechanism(1.0, 6.0, 4)
 
     def price(best_of: BestOf | None) -> float:
@@ -106,7 +138,11 @@ def test_a_choice_costs_more_than_a_run_and_more_the_more_there_is_to_choose_fro
 
     assert epsilon_spent([run], DELTA) < price(None) < price(shape)
     assert price(shape) < price(BestOf(3 * shape.mean, shape.runs, shape.score_noise))
-    assert price(BestOf(shape.mean, shape.runs)) <= price(shape) < price(BestOf(shape.mean, shape.runs, 2.0))
+    assert (
+        price(BestOf(shape.mean, shape.runs))
+        <= price(shape)
+        < price(BestOf(shape.mean, shape.runs, 2.0))
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=repr)
@@ -123,7 +159,9 @@ def test_calibration_keeps_the_target_and_wastes_nothing(shape: BestOf, epsilon:
 
 
 def test_calibration_of_a_subsampled_run() -> None:
-    noise = calibrate_noise(lambda sigma: Mechanism(256 / 60_000, sigma, 1172, best_of=BestOf(10)), 1.0, DELTA)
+    noise = calibrate_noise(
+        lambda sigma: Mechanism(256 / 60_000, sigma, 1172, best_of=BestOf(10)), 1.0, DELTA
+    )
     assert noise == pytest.approx(1.547, abs=2e-3)
     assert epsilon_spent([Mechanism(256 / 60_000, noise, 1172, best_of=BestOf(10))], DELTA) <= 1.0
 
@@ -145,7 +183,9 @@ def test_orders_that_do_not_converge_are_left_out_without_a_word(
 
 def test_a_score_that_costs_more_than_the_target_is_refused() -> None:
     with pytest.raises(PrivacyError, match="more noise to the score"):
-        calibrate_noise(lambda sigma: Mechanism(1.0, sigma, 1, best_of=BestOf(5, score_noise=1.0)), 1.0, DELTA)
+        calibrate_noise(
+            lambda sigma: Mechanism(1.0, sigma, 1, best_of=BestOf(5, score_noise=1.0)), 1.0, DELTA
+        )
 
 
 # What a mechanism says of itself
@@ -157,10 +197,16 @@ def test_a_score_that_costs_more_than_the_target_is_refused() -> None:
         (Mechanism(0.1, 1.5, 0, best_of=BestOf(3, score_noise=2.0)), dp.NoOpDpEvent(), 0.0),
         (Mechanism(0.1, 0.0, 3, best_of=BestOf(3)), dp.NonPrivateDpEvent(), math.inf),
         (Mechanism(0.1, 1.5, 3, False, best_of=BestOf(3)), dp.NonPrivateDpEvent(), math.inf),
-        (Mechanism(1.0, 3.0, 4, best_of=BestOf(3)), RepeatAndSelectDpEvent(dp.GaussianDpEvent(1.5), 3, 1), None),
+        (
+            Mechanism(1.0, 3.0, 4, best_of=BestOf(3)),
+            RepeatAndSelectDpEvent(dp.GaussianDpEvent(1.5), 3, 1),
+            None,
+        ),
         (
             Mechanism(1.0, 3.0, 4, best_of=BestOf(3, "poisson", 7.0)),
-            RepeatAndSelectDpEvent(dp.ComposedDpEvent([dp.GaussianDpEvent(1.5), dp.GaussianDpEvent(7.0)]), 3, math.inf),
+            RepeatAndSelectDpEvent(
+                dp.ComposedDpEvent([dp.GaussianDpEvent(1.5), dp.GaussianDpEvent(7.0)]), 3, math.inf
+            ),
             None,
         ),
     ],
@@ -207,7 +253,13 @@ def test_older_files_are_unchanged_byte_for_byte(mechanism: Mechanism, text: str
 
 
 @pytest.mark.parametrize(
-    "best_of", [None, {}, {"mean": 3, "runs": "geometric", "score_noise": None, "shape": 2}, {"mean": 3, "runs": "tnb"}]
+    "best_of",
+    [
+        None,
+        {},
+        {"mean": 3, "runs": "geometric", "score_noise": None, "shape": 2},
+        {"mean": 3, "runs": "tnb"},
+    ],
 )
 def test_a_selection_of_a_newer_version_is_not_skipped(tmp_path: Path, best_of: object) -> None:
     fields = Mechanism(0.1, 1.2, 30, best_of=BestOf(3)).to_json() | {"best_of": best_of}

@@ -54,9 +54,13 @@ def dense(matrix: str, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def test_all_steps_find_the_whole_spectrum(matrix: Any) -> None:
     """One start vector meets every eigenvector: after as many steps as there are eigenvalues the nodes are these."""
     wanted = torch.linalg.eigvalsh(dense(matrix, network(), *batch()))
-    found = hessian_density(network(), batch(), loss=loss, matrix=matrix, steps=100, vectors=1).sources["records"]
+    found = hessian_density(
+        network(), batch(), loss=loss, matrix=matrix, steps=100, vectors=1
+    ).sources["records"]
     assert found.size == len(wanted) == 43 and math.fsum(found.weights) == pytest.approx(1)
-    assert found.extremes == pytest.approx((float(wanted[0]), float(wanted[-1])), rel=1e-4, abs=1e-9)
+    assert found.extremes == pytest.approx(
+        (float(wanted[0]), float(wanted[-1])), rel=1e-4, abs=1e-9
+    )
     large = wanted.abs() > 1e-6  # the rest is a null space, which a single vector sees once
     nodes = torch.tensor(found.nodes, dtype=torch.float64)
     torch.testing.assert_close(nodes[nodes.abs() > 1e-6], wanted[large], rtol=1e-4, atol=1e-7)
@@ -65,7 +69,9 @@ def test_all_steps_find_the_whole_spectrum(matrix: Any) -> None:
 @pytest.mark.parametrize("matrix", ["hessian", "ggn"])
 def test_few_steps_keep_the_moments_and_find_the_extremes(matrix: Any) -> None:
     h = dense(matrix, network(), *batch())
-    found = hessian_density(network(), batch(), loss=loss, matrix=matrix, steps=25, vectors=1).sources["records"]
+    found = hessian_density(
+        network(), batch(), loss=loss, matrix=matrix, steps=25, vectors=1
+    ).sources["records"]
     v = torch.randn(43, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     v, power = v / v.norm(), v / v.norm()
     for k in range(8):  # Σ ω θ^k = vᵀ H^k v, exactly
@@ -78,7 +84,12 @@ def test_few_steps_keep_the_moments_and_find_the_extremes(matrix: Any) -> None:
 
 def test_many_vectors_estimate_trace_density_and_magnitudes() -> None:
     torch.manual_seed(0)
-    values = torch.cat([torch.linspace(1, 2, 190, dtype=torch.float64), torch.full((10,), -20.0, dtype=torch.float64)])
+    values = torch.cat(
+        [
+            torch.linspace(1, 2, 190, dtype=torch.float64),
+            torch.full((10,), -20.0, dtype=torch.float64),
+        ]
+    )
     found = quadrature(lambda v: values * v, 200, 20, 60, values)
     for k in (1, 2):
         assert found.moment(k) == pytest.approx(float((values**k).mean()), rel=0.1)
@@ -103,14 +114,18 @@ def test_orthogonality_is_kept() -> None:
     values = torch.logspace(-8, 8, 60, dtype=torch.float64)
     start = torch.ones(60, dtype=torch.float64)
     diagonal, beside = tridiagonal(lambda v: values * v, start, 30)
-    nodes = torch.linalg.eigvalsh(torch.diag(diagonal) + torch.diag(beside, 1) + torch.diag(beside, -1))
+    nodes = torch.linalg.eigvalsh(
+        torch.diag(diagonal) + torch.diag(beside, 1) + torch.diag(beside, -1)
+    )
     assert float(nodes[-1]) == pytest.approx(1e8, rel=1e-10)
     assert float(nodes[-2]) == pytest.approx(float(values[-2]), rel=1e-6)
     assert int((nodes > 0.9e8).sum()) == 1
 
 
 def test_it_stops_where_nothing_is_left() -> None:
-    assert quadrature(lambda v: 3.0 * v, 7, 5, 2, torch.zeros(())).nodes == pytest.approx((3.0, 3.0))
+    assert quadrature(lambda v: 3.0 * v, 7, 5, 2, torch.zeros(())).nodes == pytest.approx(
+        (3.0, 3.0)
+    )
     zero = quadrature(lambda v: 0.0 * v, 7, 5, 1, torch.zeros(()))
     assert zero.nodes == (0.0,) and zero.negative == 0 and len(zero.density()[0]) == 512
 
@@ -119,7 +134,9 @@ def test_probes_by_name_with_the_mean_of_their_losses() -> None:
     x, y = batch()
     options = {"steps": 10, "vectors": 1}
     records = hessian_density(network(), (x, y), loss=loss, **options).sources["records"]
-    found = hessian_density(network(), {"one": Fixed(x, y), "two": dpkfc.probes.Tabular(4, count=8)}, **options)
+    found = hessian_density(
+        network(), {"one": Fixed(x, y), "two": dpkfc.probes.Tabular(4, count=8)}, **options
+    )
     assert list(found.sources) == ["one", "two"]
     assert found.sources["one"].nodes == pytest.approx(records.nodes)
 
@@ -141,9 +158,16 @@ def test_attention_is_differentiated_twice() -> None:
 
 def test_shown_as_table_plot_and_json(tmp_path: Path) -> None:
     found = hessian_density(network(), batch(), loss=loss, steps=8, vectors=2)
-    assert "43 eigenvalues" in str(found) and "not private: computed from the given records" in str(found)
+    assert "43 eigenvalues" in str(found) and "not private: computed from the given records" in str(
+        found
+    )
     again = json.loads(json.dumps(found.to_json()))
-    assert Quadrature(**{k: tuple(v) if isinstance(v, list) else v for k, v in again["sources"]["records"].items()})
+    assert Quadrature(
+        **{
+            k: tuple(v) if isinstance(v, list) else v
+            for k, v in again["sources"]["records"].items()
+        }
+    )
     found.plot(tmp_path / "it.png")
     assert (tmp_path / "it.png").stat().st_size > 10_000
 

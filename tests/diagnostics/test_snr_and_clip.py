@@ -101,7 +101,11 @@ def test_snr_of_records(clip: Any, reduction: Any) -> None:
             if isinstance(clip, dpkfc.AutomaticClipping)
             else clip
         )
-        weights = norm / (norms + 0.1) if isinstance(clip, dpkfc.AutomaticClipping) else (norm / norms).clamp(max=1)
+        weights = (
+            norm / (norms + 0.1)
+            if isinstance(clip, dpkfc.AutomaticClipping)
+            else (norm / norms).clamp(max=1)
+        )
         assert found.clips[name] == pytest.approx(norm, rel=1e-4)
         for row, (layer, names) in zip(rows, LAYERS.items(), strict=True):
             mean = sum(w * flat(one, names) for w, one in zip(weights, grads, strict=True)) / len(x)
@@ -124,10 +128,16 @@ def test_clip_statistics_of_records(clip: Any) -> None:
         weights = (norm / norms).clamp(max=1)
         plain, clipped = grads.mean(0), (weights[:, None] * grads).mean(0)
         wanted = torch.quantile(norms, torch.linspace(0, 1, 101, dtype=torch.float64))
-        torch.testing.assert_close(torch.tensor(effect.percentiles, dtype=torch.float64), wanted, rtol=1e-4, atol=1e-6)
-        assert effect.clipped == pytest.approx(float((norms > norm * (1 - 1e-5)).double().mean()), abs=0.051)
+        torch.testing.assert_close(
+            torch.tensor(effect.percentiles, dtype=torch.float64), wanted, rtol=1e-4, atol=1e-6
+        )
+        assert effect.clipped == pytest.approx(
+            float((norms > norm * (1 - 1e-5)).double().mean()), abs=0.051
+        )
         assert effect.mean_weight == pytest.approx(float(weights.mean()), rel=1e-4)
-        assert effect.cosine == pytest.approx(float(F.cosine_similarity(plain, clipped, dim=0)), rel=1e-4)
+        assert effect.cosine == pytest.approx(
+            float(F.cosine_similarity(plain, clipped, dim=0)), rel=1e-4
+        )
         assert effect.length == pytest.approx(float(clipped.norm() / plain.norm()), rel=1e-4)
         assert sum(effect.shares.values()) == pytest.approx(1, rel=1e-4) and effect.not_finite == 0
         begin = 0
@@ -144,8 +154,12 @@ def test_probes_count_as_records_with_the_probe_loss() -> None:
     options = {"clip": 0.5, "geometry": dpkfc.Identity(), "noise_multiplier": 1.0, "batch_size": 8}
     of_records = layer_snr(network(), (x, y), loss=loss, **options)
     of_probes = layer_snr(network(), Fixed(x, y), **options)
-    assert list(of_probes.geometries) == ["DP-SGD"] and of_probes.examples == of_records.examples == len(x)
-    for one, other in zip(of_probes.geometries["DP-SGD"], of_records.geometries["DP-SGD"], strict=True):
+    assert list(of_probes.geometries) == [
+        "DP-SGD"
+    ] and of_probes.examples == of_records.examples == len(x)
+    for one, other in zip(
+        of_probes.geometries["DP-SGD"], of_records.geometries["DP-SGD"], strict=True
+    ):
         assert one.signal == pytest.approx(other.signal, rel=1e-4)
 
 
@@ -158,7 +172,9 @@ def test_a_record_that_is_not_finite_counts_as_zero() -> None:
     effect = clip_effect(network(), (broken, y), **options).geometries["DP-SGD"]
     others = clip_effect(network(), (x[keep], y[keep]), **options).geometries["DP-SGD"]
     assert effect.not_finite == 1 and others.not_finite == 0
-    assert effect.cosine == pytest.approx(others.cosine) and effect.percentiles == pytest.approx(others.percentiles)
+    assert effect.cosine == pytest.approx(others.cosine) and effect.percentiles == pytest.approx(
+        others.percentiles
+    )
     with pytest.raises(dpkfc.PrivacyError, match="no example has a finite gradient"):
         clip_effect(network(), (broken * math.nan, y), **options)
 
@@ -173,15 +189,28 @@ def test_an_unused_layer_has_noise_and_no_signal() -> None:
             return self.used(x)
 
     found = layer_snr(
-        Spare(), batch(), clip=1.0, geometry=dpkfc.Identity(), noise_multiplier=1.0, batch_size=4, loss=loss
+        Spare(),
+        batch(),
+        clip=1.0,
+        geometry=dpkfc.Identity(),
+        noise_multiplier=1.0,
+        batch_size=4,
+        loss=loss,
     )
     used, spare = found.geometries["DP-SGD"]
-    assert spare.layer == "spare" and spare.signal == 0 and spare.noise == pytest.approx(math.sqrt(6) / 4)
+    assert (
+        spare.layer == "spare"
+        and spare.signal == 0
+        and spare.noise == pytest.approx(math.sqrt(6) / 4)
+    )
     assert used.signal > 0
 
 
 def test_shown_as_table_plot_and_json(tmp_path: Path) -> None:
-    options = {"clip": "median", "geometry": {"KFC": geometry(), "AdaDPS": dpkfc.Diagonal(dpkfc.probes.Tabular(6))}}
+    options = {
+        "clip": "median",
+        "geometry": {"KFC": geometry(), "AdaDPS": dpkfc.Diagonal(dpkfc.probes.Tabular(6))},
+    }
     for found in (
         layer_snr(network(), batch(), noise_multiplier=1.0, batch_size=8, loss=loss, **options),
         clip_effect(network(), batch(), loss=loss, **options),
@@ -201,13 +230,23 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"geometry": nn.Linear(1, 1)}, "is Linear: give a geometry"),
     ({"loss": "cross_entropy"}, "is for probes"),
     ({"loss_reduction": "none"}, "loss_reduction='none'"),
-    ({"loss": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none")}, "scalar tensor"),
+    (
+        {"loss": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none")},
+        "scalar tensor",
+    ),
     ({"loss": lambda model, batch: torch.ones((), requires_grad=True)}, "did not run the model"),
     ({"probes": 0, "source": dpkfc.probes.Tabular(6), "loss": "cross_entropy"}, "probes=0"),
     ({"model": nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))}, "BatchNorm1d"),
     ({"model": "model"}, "must be a torch.nn.Module"),
     ({"vmap_modules": ["nowhere"]}, "vmap_modules names no module"),
-    ({"loss": lambda model, batch: loss(model, batch) + loss(model, [part[:2] for part in batch])}, "batches of"),
+    (
+        {
+            "loss": lambda model, batch: (
+                loss(model, batch) + loss(model, [part[:2] for part in batch])
+            )
+        },
+        "batches of",
+    ),
 ]
 
 

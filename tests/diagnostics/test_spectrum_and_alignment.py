@@ -61,24 +61,35 @@ def test_spectrum_equals_curvlinops() -> None:
         values = torch.linalg.eigvalsh(block).flip(0)
         assert layer.ranks == tuple(range(1, len(values) + 1)) and layer.total == len(values)
         torch.testing.assert_close(
-            torch.tensor(layer.values, dtype=torch.float64), values, rtol=1e-6, atol=1e-9 * float(values[0])
+            torch.tensor(layer.values, dtype=torch.float64),
+            values,
+            rtol=1e-6,
+            atol=1e-9 * float(values[0]),
         )
         assert layer.trace == pytest.approx(float(block.trace()))
-        assert layer.effective_rank == pytest.approx(float(block.trace() ** 2 / block.square().sum()), rel=1e-6)
+        assert layer.effective_rank == pytest.approx(
+            float(block.trace() ** 2 / block.square().sum()), rel=1e-6
+        )
 
 
 def test_alignment_equals_matrices_written_out() -> None:
     model, reference, other = network(), inputs(0), inputs(1)
-    found = factor_alignment(model, Fixed(*reference), {"other": Fixed(*other), "same": Fixed(*reference)})
+    found = factor_alignment(
+        model, Fixed(*reference), {"other": Fixed(*other), "same": Fixed(*reference)}
+    )
     wanted = [factors(model, *one) for one in (reference, other)]
     for row in found.sources["other"]:
         (a, g), (a_hat, g_hat) = (one[row.layer] for one in wanted)
         pairs = ((a, a_hat), (g, g_hat), (torch.kron(a, g), torch.kron(a_hat, g_hat)))
         for cosine, error, (c, c_hat) in zip(row.cosine, row.error, pairs, strict=True):
-            assert cosine == pytest.approx(float((c.T @ c_hat).trace() / (c.norm() * c_hat.norm())), rel=1e-6)
+            assert cosine == pytest.approx(
+                float((c.T @ c_hat).trace() / (c.norm() * c_hat.norm())), rel=1e-6
+            )
             assert error == pytest.approx(float((c - c_hat).norm() / c.norm()), rel=1e-6)
     for row in found.sources["same"]:
-        assert row.cosine == pytest.approx((1, 1, 1)) and row.error == pytest.approx((0, 0, 0), abs=1e-6)
+        assert row.cosine == pytest.approx((1, 1, 1)) and row.error == pytest.approx(
+            (0, 0, 0), abs=1e-6
+        )
 
 
 def test_groups_are_blocks() -> None:
@@ -88,11 +99,17 @@ def test_groups_are_blocks() -> None:
     x, other = torch.randn(2, 9, 4, 1, 1, dtype=torch.float64)
     (layer,) = kronecker_spectrum(grouped, Fixed(x), loss="mse").sources["fixed"]
     assert layer.sizes == (2, 3, 3) and layer.total == len(layer.values) == 18
-    a = [torch.cat([p[:, 2 * k : 2 * k + 2, 0, 0], torch.ones(9, 1)], 1) for p in (x, other) for k in range(2)]
+    a = [
+        torch.cat([p[:, 2 * k : 2 * k + 2, 0, 0], torch.ones(9, 1)], 1)
+        for p in (x, other)
+        for k in range(2)
+    ]
     a = [one.T @ one / 9 for one in a]
     (row,) = factor_alignment(grouped, Fixed(x), Fixed(other), loss="mse").sources["fixed"]
     want, found = torch.block_diag(*a[:2]), torch.block_diag(*a[2:])
-    assert row.cosine[0] == pytest.approx(float((want * found).sum() / (want.norm() * found.norm())))
+    assert row.cosine[0] == pytest.approx(
+        float((want * found).sum() / (want.norm() * found.norm()))
+    )
     assert row.error[0] == pytest.approx(float((want - found).norm() / want.norm()))
 
 
@@ -111,8 +128,12 @@ def test_eigenvalues_without_forming_the_products() -> None:
 
 
 def test_few_points_of_many() -> None:
-    (layer,) = kronecker_spectrum(nn.Linear(30, 20), dpkfc.probes.Tabular(30), points=16).sources["Gaussian features"]
-    assert layer.ranks[0] == 1 and layer.ranks[-1] == layer.total == 31 * 20 and len(layer.ranks) <= 16
+    (layer,) = kronecker_spectrum(nn.Linear(30, 20), dpkfc.probes.Tabular(30), points=16).sources[
+        "Gaussian features"
+    ]
+    assert (
+        layer.ranks[0] == 1 and layer.ranks[-1] == layer.total == 31 * 20 and len(layer.ranks) <= 16
+    )
     assert list(layer.values) == sorted(layer.values, reverse=True)
 
 
@@ -152,7 +173,9 @@ def test_refused() -> None:
         kronecker_spectrum(nn.Linear(3, 2), probe, points=1)
     with pytest.raises(dpkfc.PrivacyError, match="does not run on the probe"):
         kronecker_spectrum(nn.Linear(4, 2), probe)
-    with pytest.raises(dpkfc.PrivacyError, match="no trainable layer with Kronecker factors of at most 2"):
+    with pytest.raises(
+        dpkfc.PrivacyError, match="no trainable layer with Kronecker factors of at most 2"
+    ):
         kronecker_spectrum(nn.Linear(3, 2), probe, max_factor=2)
     with pytest.raises(dpkfc.PrivacyError, match="reference is dict: give one probe"):
         factor_alignment(nn.Linear(3, 2), {"a": probe}, probe)  # type: ignore[arg-type]

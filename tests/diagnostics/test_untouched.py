@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dpkfc
-from dpkfc.diagnostics import clip_effect, factor_alignment, hessian_density, kronecker_spectrum, layer_snr
+from dpkfc.diagnostics import (
+    clip_effect,
+    factor_alignment,
+    hessian_density,
+    kronecker_spectrum,
+    layer_snr,
+)
 
 
 class Network(nn.Module):
@@ -76,7 +82,9 @@ CALLS: dict[str, Callable[[nn.Module], Any]] = {
     "snr of probes": lambda model: layer_snr(model, PROBE, **NOISE, **STEP),
     "clip": lambda model: clip_effect(model, batch(), loss=loss, **STEP),
     "spectrum": lambda model: kronecker_spectrum(model, PROBE),
-    "alignment": lambda model: factor_alignment(model, PROBE, {"wide": dpkfc.probes.Tabular(6, std=3.0, count=16)}),
+    "alignment": lambda model: factor_alignment(
+        model, PROBE, {"wide": dpkfc.probes.Tabular(6, std=3.0, count=16)}
+    ),
     "hessian": lambda model: hessian_density(model, batch(), loss=loss, steps=3, vectors=1),
     "ggn of probes": lambda model: hessian_density(model, PROBE, matrix="ggn", steps=3, vectors=1),
 }
@@ -85,11 +93,17 @@ CALLS: dict[str, Callable[[nn.Module], Any]] = {
 def everything(model: nn.Module) -> dict[str, Any]:
     return {
         "tensors": {name: x.clone() for name, x in model.state_dict().items()},
-        "grads": {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()},
+        "grads": {
+            name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+        },
         "wanted": {name: p.requires_grad for name, p in model.named_parameters()},
         "modes": {name: module.training for name, module in model.named_modules()},
         "hooks": {
-            name: (len(module._forward_hooks), len(module._forward_pre_hooks), "forward" in vars(module))
+            name: (
+                len(module._forward_hooks),
+                len(module._forward_pre_hooks),
+                "forward" in vars(module),
+            )
             for name, module in model.named_modules()
         },
         "generator": torch.get_rng_state(),

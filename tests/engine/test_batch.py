@@ -67,4 +67,6 @@ def test_a_copy_shares_no_memory(kind: str) -> None:
 def test_equal_records_are_told_from_others() -> None:
     same = [torch.ones(3, 2), ["a"] * 3, torch.arange(7)]
     assert all_equal(same, 3)
-    assert not all_equal([*same, torch.arange(3)], 3) and not all_equal([torch.ones(3), ["a", "a", "b"]], 3)
+    assert not all_equal([*same, torch.arange(3)], 3) and not all_equal(
+        [torch.ones(3), ["a", "a", "b"]], 3
+    )

@@ -48,7 +48,9 @@ def make(
     return private, model, optimizer, scheduler
 
 
-def train(private: dpkfc.PrivateRun, model: nn.Module, optimizer: Any, scheduler: Any, until: int = STEPS) -> None:
+def train(
+    private: dpkfc.PrivateRun, model: nn.Module, optimizer: Any, scheduler: Any, until: int = STEPS
+) -> None:
     for x, y in private.loader.take(until - private.steps):
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -64,7 +66,9 @@ def weights(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("kind", ["sgd", "adam", "adagrad"])
 @pytest.mark.parametrize("chunk", [None, 3])
 @pytest.mark.parametrize("stop", [0, 1, 7, STEPS])
-def test_a_resumed_run_is_bit_identical(tmp_path: Path, kind: str, chunk: int | None, stop: int) -> None:
+def test_a_resumed_run_is_bit_identical(
+    tmp_path: Path, kind: str, chunk: int | None, stop: int
+) -> None:
     whole = make(kind, chunk=chunk)
     train(*whole)
     first = make(kind, chunk=chunk)
@@ -106,7 +110,9 @@ def test_a_geometry_resumes_between_refreshes_bit_for_bit(
 
 
 def test_secret_keys_resume_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpkfc.engine.run.first_key", lambda seed: bytes(range(32)))  # the same secret for both runs
+    monkeypatch.setattr(
+        "dpkfc.engine.run.first_key", lambda seed: bytes(range(32))
+    )  # the same secret for both runs
     whole = make("sgd", seed=None)
     train(*whole)
     first = make("sgd", seed=None)
@@ -119,7 +125,9 @@ def test_secret_keys_resume_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert torch.equal(weights(resumed[1]), weights(whole[1]))
 
 
-def test_steps_lost_after_the_checkpoint_stay_charged_and_their_noise_is_not_replayed(tmp_path: Path) -> None:
+def test_steps_lost_after_the_checkpoint_stay_charged_and_their_noise_is_not_replayed(
+    tmp_path: Path,
+) -> None:
     def open_ledger() -> dpkfc.Ledger:
         return dpkfc.Ledger(tmp_path / "ledger.db", dataset="people")
 
@@ -134,7 +142,9 @@ def test_steps_lost_after_the_checkpoint_stay_charged_and_their_noise_is_not_rep
     assert resumed[0]._key != key_at_four, "the noise of step 5 must not be used on another sum"
     assert resumed[0].epsilon() == first[0].epsilon() > resumed[0].plan.epsilon(4)
     train(*resumed, until=STEPS)
-    assert resumed[0].charged == STEPS and resumed[0].steps == STEPS - 3, "the budget of the plan is never exceeded"
+    assert resumed[0].charged == STEPS and resumed[0].steps == STEPS - 3, (
+        "the budget of the plan is never exceeded"
+    )
     assert open_ledger().charged(resumed[0]._run) == STEPS
     # the same checkpoint once more: nothing is left
     again = make("sgd", ledger=open_ledger())

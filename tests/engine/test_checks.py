@@ -22,7 +22,13 @@ def make(
         [p for p in model.parameters() if p.requires_grad] or [nn.Parameter(torch.ones(1))], lr=0.1
     )
     # "unchecked": most of these models are refused whatever the loss, and many at the first batch only without one
-    defaults = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 2, "batch_size": len(x), "loss": "unchecked"}
+    defaults = {
+        "noise_multiplier": 1.0,
+        "delta": 1e-5,
+        "steps": 2,
+        "batch_size": len(x),
+        "loss": "unchecked",
+    }
     return dpkfc.make_private(model, optimizer, data, **{**defaults, **settings}), data
 
 
@@ -34,9 +40,15 @@ def first_batch(private: dpkfc.PrivateRun, model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), r"'1' \(BatchNorm1d\).*dpkfc\.fix"),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+            r"'1' \(BatchNorm1d\).*dpkfc\.fix",
+        ),
         (lambda: nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)), r"SyncBatchNorm"),
-        (lambda: nn.Sequential(nn.InstanceNorm1d(4, affine=True, track_running_stats=True)), "running statistics"),
+        (
+            lambda: nn.Sequential(nn.InstanceNorm1d(4, affine=True, track_running_stats=True)),
+            "running statistics",
+        ),
         (lambda: nn.Sequential(nn.Embedding(4, 4, max_norm=1.0)), "max_norm"),
         (lambda: nn.Sequential(nn.Embedding(4, 4, sparse=True)), "sparse=False"),
         (lambda: nn.Sequential(nn.Embedding(4, 4, scale_grad_by_freq=True)), "scale_grad_by_freq"),
@@ -55,7 +67,9 @@ def test_modules_that_cannot_be_private_are_named(build: Any, message: str) -> N
 
 
 def test_all_problems_are_named_at_once() -> None:
-    model = nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4), nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4))
+    model = nn.Sequential(
+        nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4), nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4)
+    )
     with pytest.raises(dpkfc.PrivacyError, match=r"(?s)'1'.*'3'"):
         make(model, torch.randn(8, 4, 3))
 
@@ -90,7 +104,9 @@ class Mixes(nn.Module):
             self.seen.copy_(0.9 * self.seen + 0.1 * h.detach().mean(0))
         elif self.how == "wrong_dimension":
             h = self.one(h.reshape(6, -1).T.reshape(len(x), 6))
-        elif self.how == "constant":  # its gradient is a sum over the records, in as many rows as there are records
+        elif (
+            self.how == "constant"
+        ):  # its gradient is a sum over the records, in as many rows as there are records
             h = h + self.one(torch.eye(6)[:4].repeat(len(x) // 4, 1)).sum(0)
         return self.two(torch.tanh(h))
 
@@ -102,7 +118,8 @@ def test_layers_that_mix_records_are_found_by_trying(how: str) -> None:
     private, _ = make(model, torch.randn(8, 6))
     before = model.seen.clone()
     with pytest.raises(
-        dpkfc.PrivacyError, match="buffer 'seen'" if how == "buffer" else "mixes the records|first dimension"
+        dpkfc.PrivacyError,
+        match="buffer 'seen'" if how == "buffer" else "mixes the records|first dimension",
     ):
         first_batch(private, model)
     assert private.epsilon() == 0 and torch.equal(model.seen, before)
@@ -123,13 +140,17 @@ def test_time_before_batch_is_refused_even_when_the_sizes_agree() -> None:
     model = TimeFirst()
     for length in (4, 8, 7):
         private, _ = make(model, torch.randn(8, length, 6))
-        with pytest.raises(dpkfc.PrivacyError, match="mixes the records|first dimension must hold the samples"):
+        with pytest.raises(
+            dpkfc.PrivacyError, match="mixes the records|first dimension must hold the samples"
+        ):
             first_batch(private, model)
         private.detach()
 
 
 LOSSES = {
-    "contrastive": lambda m, b: F.cross_entropy(m(b[0]) @ m(b[0]).detach().roll(1, 0).T, torch.arange(len(b[0]))),
+    "contrastive": lambda m, b: F.cross_entropy(
+        m(b[0]) @ m(b[0]).detach().roll(1, 0).T, torch.arange(len(b[0]))
+    ),
     "batch_variance": lambda m, b: m(b[0]).var(0).sum(),
     "hardest": lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none").max(),
     "sum_called_mean": lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="sum"),
@@ -177,13 +198,21 @@ def test_a_loss_must_be_declared() -> None:
 
 
 def test_the_plan_says_what_was_not_checked(tmp_path: Path) -> None:
-    private, _ = make(nn.Linear(6, 2), torch.randn(8, 6), seed=1, options=dpkfc.Options(check=False))
+    private, _ = make(
+        nn.Linear(6, 2), torch.randn(8, 6), seed=1, options=dpkfc.Options(check=False)
+    )
     assert private.plan.unchecked == ("loss", "model", "seed", "ledger", "records")
     rows = dict(private.plan.statement())
     assert all(f"not checked: {what}" in rows for what in private.plan.unchecked)
     assert dpkfc.Plan.from_json(private.plan.to_json()) == private.plan
     ledger = dpkfc.Ledger(tmp_path / "privacy.db", dataset="people")
-    private, _ = make(nn.Linear(6, 2), torch.randn(8, 6), loss=dpkfc.losses.cross_entropy, ledger=ledger, records=8)
+    private, _ = make(
+        nn.Linear(6, 2),
+        torch.randn(8, 6),
+        loss=dpkfc.losses.cross_entropy,
+        ledger=ledger,
+        records=8,
+    )
     assert private.plan.unchecked == () and "not checked" not in str(private.plan)
 
 

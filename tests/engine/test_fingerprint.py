@@ -19,7 +19,9 @@ from dpkfc.per_sample.registry import partition
 ROWS = 7
 
 
-def gradients(weights: Tensor, dtype: torch.dtype = torch.float32, other: Any = None) -> CapturedGrads:
+def gradients(
+    weights: Tensor, dtype: torch.dtype = torch.float32, other: Any = None
+) -> CapturedGrads:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
     x, y = torch.randn(ROWS, 4).to(dtype), torch.arange(ROWS) % 3
@@ -34,7 +36,10 @@ def gradients(weights: Tensor, dtype: torch.dtype = torch.float32, other: Any = 
 
 
 @settings(max_examples=30, deadline=None)
-@given(row=st.integers(0, ROWS - 1), factor=st.sampled_from([0.0, 0.5, 0.98, 1.02, 3.0, -1.0, float("nan")]))
+@given(
+    row=st.integers(0, ROWS - 1),
+    factor=st.sampled_from([0.0, 0.5, 0.98, 1.02, 3.0, -1.0, float("nan")]),
+)
 def test_one_record_that_differs_is_seen(row: int, factor: float) -> None:
     weights = torch.ones(ROWS)
     signs = random_weights(ROWS)
@@ -46,17 +51,28 @@ def test_one_record_that_differs_is_seen(row: int, factor: float) -> None:
     assert found is not None
     signs[row] = 0.0  # not looked at
     assert (
-        difference(Fingerprint.of(gradients(torch.ones(ROWS)), signs), Fingerprint.of(gradients(weights), signs), EXACT)
+        difference(
+            Fingerprint.of(gradients(torch.ones(ROWS)), signs),
+            Fingerprint.of(gradients(weights), signs),
+            EXACT,
+        )
         is None
     )
 
 
 def test_the_ratio_and_the_place_are_told() -> None:
     signs = random_weights(ROWS)
-    one, other = (Fingerprint.of(gradients(torch.full((ROWS,), scale)), signs) for scale in (0.5, 1.0))
+    one, other = (
+        Fingerprint.of(gradients(torch.full((ROWS,), scale)), signs) for scale in (0.5, 1.0)
+    )
     found = difference(one, other, EXACT)
     assert found is not None and found.ratio == pytest.approx(0.5) and found.slot in one.sums
-    assert difference(Fingerprint.of(gradients(torch.full((ROWS,), 0.5)), signs, scale=2.0), other, EXACT) is None
+    assert (
+        difference(
+            Fingerprint.of(gradients(torch.full((ROWS,), 0.5)), signs, scale=2.0), other, EXACT
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,4 +81,6 @@ def test_the_ratio_and_the_place_are_told() -> None:
 )
 def test_the_tolerance_fits_the_dtype(dtype: torch.dtype, exact: float, same: float) -> None:
     found = gradients(torch.ones(ROWS), dtype)
-    assert EXACT.limit(found.eps) == pytest.approx(exact) and SAME.limit(found.eps) == pytest.approx(same)
+    assert EXACT.limit(found.eps) == pytest.approx(exact) and SAME.limit(
+        found.eps
+    ) == pytest.approx(same)

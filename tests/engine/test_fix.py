@@ -25,7 +25,11 @@ def test_batch_norm_becomes_group_norm_everywhere() -> None:
     shown: list[object] = []
     fixed = dpkfc.fix(model, show=shown.append)
     assert fixed is model
-    assert isinstance(model[1], nn.GroupNorm) and model[1].num_groups == 16 and torch.equal(model[1].weight, weight)
+    assert (
+        isinstance(model[1], nn.GroupNorm)
+        and model[1].num_groups == 16
+        and torch.equal(model[1].weight, weight)
+    )
     assert isinstance(model[2][0], nn.GroupNorm) and not model[2][0].affine
     assert model[3].running_mean is None
     text = io.StringIO()

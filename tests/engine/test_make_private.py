@@ -28,16 +28,26 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def make(model: nn.Module, optimizer: Any = None, dataset: Any = None, **settings: Any) -> tuple[dpkfc.PrivateRun, Any]:
+def make(
+    model: nn.Module, optimizer: Any = None, dataset: Any = None, **settings: Any
+) -> tuple[dpkfc.PrivateRun, Any]:
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
-    defaults: dict[str, Any] = {"noise_multiplier": 1.0, "delta": 1e-3, "steps": 6, "batch_size": 12, "clip": 0.5}
+    defaults: dict[str, Any] = {
+        "noise_multiplier": 1.0,
+        "delta": 1e-3,
+        "steps": 6,
+        "batch_size": 12,
+        "clip": 0.5,
+    }
     defaults |= {"seed": 3, "loss": dpkfc.losses.cross_entropy}
     return dpkfc.make_private(
         model, optimizer, data() if dataset is None else dataset, **{**defaults, **settings}
     ), optimizer
 
 
-def train(private: dpkfc.PrivateRun, model: nn.Module, optimizer: Any, each: Any = lambda: None) -> Tensor:
+def train(
+    private: dpkfc.PrivateRun, model: nn.Module, optimizer: Any, each: Any = lambda: None
+) -> Tensor:
     for x, y in private.loader:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -56,9 +66,13 @@ def test_without_clipping_and_noise_it_is_ordinary_training() -> None:
             {"params": [*model[1].parameters(), *model[3].parameters()]},
         ]
         optimizer = torch.optim.AdamW(groups, lr=0.01)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.05, 0.02], total_steps=10)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=[0.05, 0.02], total_steps=10
+        )
         if private_run:
-            private, _ = make(model, optimizer, noise_multiplier=0.0, clip=1e9, batch_size=RECORDS, steps=8)
+            private, _ = make(
+                model, optimizer, noise_multiplier=0.0, clip=1e9, batch_size=RECORDS, steps=8
+            )
             outcomes.append(train(private, model, optimizer, scheduler.step))
         else:
             for _ in range(8):
@@ -128,11 +142,17 @@ def test_autocast_to_bfloat16() -> None:
 def test_clipping_is_exact_also_when_backward_and_the_next_chunk_run_under_autocast() -> None:
     """A chunk is clipped at the next forward, inside the user's autocast. Two equal records add up to 2 C."""
     model = nn.Sequential(
-        nn.Conv1d(3, 5, 3, padding=1), nn.Flatten(), nn.Linear(30, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+        nn.Conv1d(3, 5, 3, padding=1),
+        nn.Flatten(),
+        nn.Linear(30, 8),
+        nn.LayerNorm(8),
+        nn.Linear(8, 3),
     )
     twice = TensorDataset(torch.randn(1, 3, 6).expand(2, 3, 6).clone(), torch.tensor([1, 1]))
     settings = {"noise_multiplier": 0.0, "clip": 1e-4, "steps": 1, "batch_size": 2}
-    private, optimizer = make(model, dataset=twice, max_physical_batch_size=1, loss=in_bfloat16, **settings)
+    private, optimizer = make(
+        model, dataset=twice, max_physical_batch_size=1, loss=in_bfloat16, **settings
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for x, y in private.loader:
             F.cross_entropy(model(x), y).backward()
@@ -165,7 +185,9 @@ def test_activation_checkpointing(reentrant: bool) -> None:
             self.inner = inner
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.inner[3](checkpoint(self.inner[:3], x.requires_grad_(), use_reentrant=reentrant))
+            return self.inner[3](
+                checkpoint(self.inner[:3], x.requires_grad_(), use_reentrant=reentrant)
+            )
 
     want = train(*_triple(network()))
     model = Checkpointed(network())
@@ -207,7 +229,9 @@ def test_leaving_the_loop_and_coming_back_goes_on() -> None:
             optimizer.zero_grad()
             if count == stop_after:
                 break
-    torch.testing.assert_close(torch.cat([p.detach().flatten() for p in model.parameters()]), want, rtol=0, atol=0)
+    torch.testing.assert_close(
+        torch.cat([p.detach().flatten() for p in model.parameters()]), want, rtol=0, atol=0
+    )
 
 
 def test_a_schedule_within_a_split_batch_is_refused_with_the_fix() -> None:
@@ -225,7 +249,12 @@ def test_a_schedule_guarded_by_took_step_sees_every_step_once() -> None:
         model = network()
         private, optimizer = make(model, max_physical_batch_size=chunk)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        train(private, model, optimizer, lambda p=private, s=scheduler: s.step() if p.took_step else None)
+        train(
+            private,
+            model,
+            optimizer,
+            lambda p=private, s=scheduler: s.step() if p.took_step else None,
+        )
         rates.append(scheduler.get_last_lr())
     assert rates[0] == rates[1] == pytest.approx([0.1 * 0.9**6])
 
@@ -299,7 +328,9 @@ def test_a_closure_is_evaluated_once_and_its_gradient_is_private() -> None:
     assert torch.equal(torch.cat([p.detach().flatten() for p in model.parameters()]), want)
 
 
-def test_optimizers_that_evaluate_a_closure_several_times_and_second_derivatives_are_refused() -> None:
+def test_optimizers_that_evaluate_a_closure_several_times_and_second_derivatives_are_refused() -> (
+    None
+):
     model = network()
     private, optimizer = make(model)
     x, y = next(iter(private.loader))

@@ -16,7 +16,10 @@ def folder(tmp_path: Path) -> Path:
         (tmp_path / dataset).mkdir()
         for part, count in (("train", 80), ("t10k", 30)):
             images, labels = rng.integers(0, 256, (count, 28, 28)), rng.integers(0, 10, count)
-            for array, name in ((images, f"{part}-images-idx3-ubyte"), (labels, f"{part}-labels-idx1-ubyte")):
+            for array, name in (
+                (images, f"{part}-images-idx3-ubyte"),
+                (labels, f"{part}-labels-idx1-ubyte"),
+            ):
                 header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
                 (tmp_path / dataset / name).write_bytes(header + array.astype(np.uint8).tobytes())
     return tmp_path

@@ -57,13 +57,19 @@ def quiet() -> Console:
 
 
 @pytest.mark.parametrize(
-    ("cases", "published"), [(repeated(STEPS), REPEATED), (once(STEPS, optimal=False), ONCE)], ids=["repeated", "once"]
+    ("cases", "published"),
+    [(repeated(STEPS), REPEATED), (once(STEPS, optimal=False), ONCE)],
+    ids=["repeated", "once"],
 )
-def test_published_errors(cases: list[Case], published: dict[tuple[float, float, str], tuple[float, ...]]) -> None:
+def test_published_errors(
+    cases: list[Case], published: dict[tuple[float, float, str], tuple[float, ...]]
+) -> None:
     found: dict[tuple[float, float, str], list[float]] = {}
     for case in cases:
         if case.method != "AOF":
-            found.setdefault((case.alpha, case.beta, case.method), []).append(measure(case)["error"])
+            found.setdefault((case.alpha, case.beta, case.method), []).append(
+                measure(case)["error"]
+            )
     assert found == {key: pytest.approx(errors, rel=3e-4) for key, errors in published.items()}
 
 
@@ -88,7 +94,11 @@ def test_vectors_kept() -> None:
 def test_files_are_written_and_only_aof_is_taken_from_them(tmp_path: Path) -> None:
     console = quiet()
     run(ReproduceOptions(tmp_path, console, quick=True), steps=(100, 501))
-    assert {file.name for file in tmp_path.iterdir()} == {"bsr-error.json", "bsr-error.md", "bsr-error.png"}
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "bsr-error.json",
+        "bsr-error.md",
+        "bsr-error.png",
+    }
     assert (tmp_path / "bsr-error.png").read_bytes()[:4] == b"\x89PNG"
     text = (tmp_path / "bsr-error.md").read_text()
     assert "    dpkfc reproduce bsr-error --quick\n" in text
@@ -107,7 +117,9 @@ def test_files_are_written_and_only_aof_is_taken_from_them(tmp_path: Path) -> No
     assert other in json.loads((tmp_path / "bsr-error.json").read_text())
 
 
-def test_an_interrupted_run_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_keeps_what_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     measured: list[Case] = []
 
     def interrupted(case: Case) -> Row:
@@ -144,11 +156,18 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bsr_error, "run", fake)
     assert CliRunner().invoke(app, ["reproduce", "bsr-error"]).exit_code == 0
-    assert CliRunner().invoke(app, ["reproduce", "bsr-error", "--quick", "--out", "here"]).exit_code == 0
-    assert [(order.out, order.quick) for order in called] == [(Path("results/bsr-error"), False), (Path("here"), True)]
+    assert (
+        CliRunner().invoke(app, ["reproduce", "bsr-error", "--quick", "--out", "here"]).exit_code
+        == 0
+    )
+    assert [(order.out, order.quick) for order in called] == [
+        (Path("results/bsr-error"), False),
+        (Path("here"), True),
+    ]
     unknown = CliRunner().invoke(app, ["reproduce", "bsr"])
     assert unknown.exit_code == 2
     assert (
-        unknown.stderr.startswith("dpkfc: 'bsr' is not an experiment: choose from ") and "bsr-error" in unknown.stderr
+        unknown.stderr.startswith("dpkfc: 'bsr' is not an experiment: choose from ")
+        and "bsr-error" in unknown.stderr
     )
     assert "dpkfc reproduce bsr-error" in CliRunner().invoke(app, ["reproduce", "--help"]).output

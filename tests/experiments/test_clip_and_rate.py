@@ -20,8 +20,14 @@ from experiments import clip_and_rate as experiment
 FEW = {"steps": 3, "batch_size": 300}
 CLIPS, RATES = (0.1, 1.0, 10.0), (0.001, 0.01, 0.1, 1.0, 10.0)
 # best at lr · clip = .1, worse by 10 points a decade; or at lr = .1 for every clip
-DIAGONAL = Finding(CLIPS, RATES, np.array([[0.9 - 0.1 * abs(math.log10(10 * c * r)) for r in RATES] for c in CLIPS]))
-RECTANGLE = Finding(CLIPS, RATES, np.array([[0.9 - 0.1 * abs(math.log10(10 * r)) for r in RATES] for _ in CLIPS]))
+DIAGONAL = Finding(
+    CLIPS,
+    RATES,
+    np.array([[0.9 - 0.1 * abs(math.log10(10 * c * r)) for r in RATES] for c in CLIPS]),
+)
+RECTANGLE = Finding(
+    CLIPS, RATES, np.array([[0.9 - 0.1 * abs(math.log10(10 * r)) for r in RATES] for _ in CLIPS])
+)
 
 
 def result(accuracy: float) -> Result:
@@ -38,7 +44,9 @@ def result(accuracy: float) -> Result:
         ([0.0, 0.2, 0.4], 0.5, (0.0, 1.0)),  # nowhere: the best there is
     ],
 )
-def test_the_level_set_by_hand(ys: list[float], level: float, expected: tuple[float, float]) -> None:
+def test_the_level_set_by_hand(
+    ys: list[float], level: float, expected: tuple[float, float]
+) -> None:
     assert level_set([0.1, 1.0, 10.0], ys, level) == pytest.approx(expected)
 
 
@@ -46,8 +54,12 @@ def test_a_diagonal_and_a_rectangle_are_told_apart() -> None:
     assert DIAGONAL.slope == pytest.approx(-1)
     assert RECTANGLE.slope == pytest.approx(0)
     assert DIAGONAL.good == pytest.approx(3 / 15) and RECTANGLE.good == pytest.approx(3 / 15)
-    assert DIAGONAL.widths_in_rate == pytest.approx([0.4] * 3)  # 2 points are a fifth of a decade, to either side
-    assert DIAGONAL.widths_in_clip == pytest.approx([0, 0.2, 0.4, 0.2, 0])  # half of it is outside at the edges
+    assert DIAGONAL.widths_in_rate == pytest.approx(
+        [0.4] * 3
+    )  # 2 points are a fifth of a decade, to either side
+    assert DIAGONAL.widths_in_clip == pytest.approx(
+        [0, 0.2, 0.4, 0.2, 0]
+    )  # half of it is outside at the edges
     assert RECTANGLE.widths_in_clip == pytest.approx([0, 0, 2, 0, 0])
     assert replace(DIAGONAL, within=0.05).widths_in_rate == pytest.approx([1.0] * 3)
 
@@ -66,7 +78,9 @@ def test_a_clip_that_is_never_good_has_no_part_in_the_slope() -> None:
 def test_the_verdict_follows_the_slope() -> None:
     assert "does not hold here" in verdict({"DP-SGD": DIAGONAL, "DP-KFC": DIAGONAL})
     assert "claim holds here" in verdict({"DP-SGD": DIAGONAL, "DP-KFC": RECTANGLE})
-    assert "-1.00 with DP-SGD and 0.00 with DP-KFC" in verdict({"DP-SGD": DIAGONAL, "DP-KFC": RECTANGLE})
+    assert "-1.00 with DP-SGD and 0.00 with DP-KFC" in verdict(
+        {"DP-SGD": DIAGONAL, "DP-KFC": RECTANGLE}
+    )
 
 
 def test_cells_are_means_over_the_seeds_of_their_method() -> None:
@@ -78,7 +92,11 @@ def test_cells_are_means_over_the_seeds_of_their_method() -> None:
         for seed in (1, 2)
     ]
     found = find(
-        {run: result(run.clip + run.lr / 10 + run.seed / 100 + (run.method == "DP-KFC")) for run in runs}, "DP-KFC"
+        {
+            run: result(run.clip + run.lr / 10 + run.seed / 100 + (run.method == "DP-KFC"))
+            for run in runs
+        },
+        "DP-KFC",
     )
     assert found.clips == (1, 3) and found.rates == (2, 5)
     assert found.grid == pytest.approx(np.array([[2.215, 2.515], [4.215, 4.515]]))
@@ -120,7 +138,9 @@ def test_from_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert out.with_suffix(".png").stat().st_size > 10_000
     out.write_text("\n".join(lines[:6]) + "\n")
     experiment.main(["--out", str(out)])
-    assert len(trained) == 10 and sorted(out.read_text().splitlines()) == sorted(lines), "only what is missing is run"
+    assert len(trained) == 10 and sorted(out.read_text().splitlines()) == sorted(lines), (
+        "only what is missing is run"
+    )
 
 
 def test_reproduced_into_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,10 +154,15 @@ def test_reproduced_into_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(experiment, "plot", lambda findings, file: file.touch())
     experiment.run(ReproduceOptions(tmp_path, Console(quiet=True), quick=True))
     text = (tmp_path / "quick.md").read_text()
-    assert len(trained) == 18 and {run.steps for run in trained} == {20} and "20 steps of 96" in text
+    assert (
+        len(trained) == 18 and {run.steps for run in trained} == {20} and "20 steps of 96" in text
+    )
     assert "**Quick:**" in text and "claim" not in text, "no verdict on a few cells"
     experiment.run(ReproduceOptions(tmp_path, Console(quiet=True), quick=False))
-    assert len(trained) == 18 + 2 * 2 * 8 * 12 and "100 steps of 96" in (tmp_path / "clip-and-rate.md").read_text()
+    assert (
+        len(trained) == 18 + 2 * 2 * 8 * 12
+        and "100 steps of 96" in (tmp_path / "clip-and-rate.md").read_text()
+    )
     (tmp_path / "quick.jsonl").write_text("{")
     with pytest.raises(dpkfc.PrivacyError, match="cut off"):
         experiment.run(ReproduceOptions(tmp_path, Console(quiet=True), quick=True))

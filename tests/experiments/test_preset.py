@@ -25,7 +25,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for part, count in (("train", 200), ("t10k", 30)):
         labels = rng.integers(0, 10, count)
         images = rng.integers(0, 25, (count, 28, 28)) + 25 * labels[:, None, None]
-        for array, name in ((images, f"{part}-images-idx3-ubyte"), (labels, f"{part}-labels-idx1-ubyte")):
+        for array, name in (
+            (images, f"{part}-images-idx3-ubyte"),
+            (labels, f"{part}-labels-idx1-ubyte"),
+        ):
             header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
             (folder / "mnist" / name).write_bytes(header + array.astype(np.uint8).tobytes())
     return folder
@@ -35,12 +38,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight features, few steps, and no search for the noise."""
     monkeypatch.setattr(dpkfc.planning.recipe, "STEPS", 10)
-    monkeypatch.setattr(preset, "Scattering", lambda shape: lambda images: images.flatten(1)[:, 300:308])
-    monkeypatch.setattr(dpkfc.planning.recipe, "_candidates", lambda turns: [dpkfc.noise.Independent()])
+    monkeypatch.setattr(
+        preset, "Scattering", lambda shape: lambda images: images.flatten(1)[:, 300:308]
+    )
+    monkeypatch.setattr(
+        dpkfc.planning.recipe, "_candidates", lambda turns: [dpkfc.noise.Independent()]
+    )
 
 
 @pytest.mark.parametrize(("dataset", "shape"), [("mnist", (1, 28, 28)), ("cifar-10", (3, 32, 32))])
-def test_features_of_records_and_probes_take_the_same_way(dataset: str, shape: tuple[int, ...]) -> None:
+def test_features_of_records_and_probes_take_the_same_way(
+    dataset: str, shape: tuple[int, ...]
+) -> None:
     data = tuple(TensorDataset(torch.rand(n, *shape), torch.zeros(n).long()) for n in (3, 2))
     parts: list[float] = []
     found, probe = preset.features(data, parts.append, probes=20)  # type: ignore[arg-type]
@@ -51,9 +60,23 @@ def test_features_of_records_and_probes_take_the_same_way(dataset: str, shape: t
     torch.testing.assert_close(probe.transform(data[0].tensors[0]), found[0].tensors[0])
 
 
-def test_the_command_runs_resumes_and_reports(folder: Path, quick: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_runs_resumes_and_reports(
+    folder: Path, quick: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = folder / "runs" / "preset.jsonl"
-    command = ["--data-dir", str(folder), "--dataset", "mnist", "--epochs", "1", "--out", str(out), "--seed", "1", "2"]
+    command = [
+        "--data-dir",
+        str(folder),
+        "--dataset",
+        "mnist",
+        "--epochs",
+        "1",
+        "--out",
+        str(out),
+        "--seed",
+        "1",
+        "2",
+    ]
     preset.main([*command, "--epsilon", "3"])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["run"]["seed"] for row in rows] == [1, 2]
@@ -66,7 +89,9 @@ def test_the_command_runs_resumes_and_reports(folder: Path, quick: None, capsys:
     assert "covers all" in capsys.readouterr().out
 
 
-def test_reproduced_into_a_folder(folder: Path, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reproduced_into_a_folder(
+    folder: Path, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(preset, "QUICK_RECORDS", (120, 20))
     preset.run(ReproduceOptions(tmp_path, Console(quiet=True), True, folder))
     (row,) = (json.loads(line) for line in (tmp_path / "quick.jsonl").read_text().splitlines())

@@ -19,7 +19,9 @@ from dpkfc.app.readers.idx import Scaling
 
 
 def drawn(kind: str, alpha: float, scaling: Scaling, channels: int = 3) -> torch.Tensor:
-    noise = dpkfc.probes.PinkNoise(shape=(channels, 16, 16), classes=10, **probe(kind, alpha, scaling))
+    noise = dpkfc.probes.PinkNoise(
+        shape=(channels, 16, 16), classes=10, **probe(kind, alpha, scaling)
+    )
     inputs = noise.draw(256, torch.Generator().manual_seed(0)).inputs
     assert isinstance(inputs, torch.Tensor)
     return inputs
@@ -34,7 +36,9 @@ def test_kinds_are_of_one_size_and_differ_in_brightness(scaling: Scaling, alpha:
     assert all(size == pytest.approx(sizes["bright"], rel=1e-3) for size in sizes.values())
     mean = 0.3 if scaling == "unit" else -0.4
     for kind, expected in (("dark", 0.0), ("bright", mean), ("colour", mean)):
-        torch.testing.assert_close(brightness[kind], torch.full((256,), expected), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            brightness[kind], torch.full((256,), expected), atol=1e-5, rtol=0
+        )
     assert brightness["varying"].std() > (0.1 if alpha else 0.01) * sizes["bright"]
 
 
@@ -64,7 +68,9 @@ def rows_of(task: str) -> list[Row]:
 
     def row(setting: Setting, accuracy: float) -> Row:
         result = Result(accuracy, None, 1.0, 0.8, 10, 1.0)
-        return json.loads(json.dumps({"key": setting.key, "setting": asdict(setting), "result": asdict(result)}))
+        return json.loads(
+            json.dumps({"key": setting.key, "setting": asdict(setting), "result": asdict(result)})
+        )
 
     def outcome(arm: str) -> float:
         kind, _, alpha = arm.partition(" ")
@@ -73,7 +79,9 @@ def rows_of(task: str) -> list[Row]:
 
     arms = STUDY.grid(task)
     rows = [row(setting, 0.5) for setting in tries(STUDY, task, arms)]
-    return rows + [row(s, outcome(s.arm) - 0.01 * s.seed) for s in finals(STUDY, rows, task, STUDY.arms)]
+    return rows + [
+        row(s, outcome(s.arm) - 0.01 * s.seed) for s in finals(STUDY, rows, task, STUDY.arms)
+    ]
 
 
 def test_the_answers_are_computed(tmp_path: Path) -> None:

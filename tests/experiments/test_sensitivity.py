@@ -43,11 +43,15 @@ from experiments import sensitivity as experiment
 from experiments import sensitivity_findings as findings
 from experiments import sensitivity_plots as plots
 
-SMALL = Protocol(trials=10, records=60, validation=20, epochs=0.1, batch_size=8, probe_batch=4, epsilon=3.0)
+SMALL = Protocol(
+    trials=10, records=60, validation=20, epochs=0.1, batch_size=8, probe_batch=4, epsilon=3.0
+)
 Truth = Callable[[dict[str, Any]], Any]
 
 
-def sample(method: str, truth: Truth, count: int = 150, seed: int = 0, tests: tuple[float, ...] = ()) -> Sweep:
+def sample(
+    method: str, truth: Truth, count: int = 150, seed: int = 0, tests: tuple[float, ...] = ()
+) -> Sweep:
     """Trials at random places, each parameter evenly on its scale."""
     unit, values = np.random.default_rng(seed).random((len(SPACE), count)), {}
     for (name, of), u in zip(SPACE.items(), unit, strict=True):
@@ -58,7 +62,11 @@ def sample(method: str, truth: Truth, count: int = 150, seed: int = 0, tests: tu
 
 def hill(slope: float, width: float = 0.4) -> Truth:
     """.1 to .9, highest where log lr = slope · log clip - 1.5."""
-    return lambda v: 0.1 + 0.8 * np.exp(-(((np.log10(v["lr"]) - slope * np.log10(v["clip"]) + 1.5) / width) ** 2) / 2)
+    return lambda v: (
+        0.1
+        + 0.8
+        * np.exp(-(((np.log10(v["lr"]) - slope * np.log10(v["clip"]) + 1.5) / width) ** 2) / 2)
+    )
 
 
 @pytest.fixture
@@ -73,8 +81,12 @@ def data(monkeypatch: pytest.MonkeyPatch) -> None:
     for dataset in experiment.SCALINGS:
         shape = (3, 32, 32) if dataset == "cifar-10" else (1, 28, 28)
         torch.manual_seed(0)
-        parts = tuple(TensorDataset(torch.rand(n, *shape), torch.randint(10, (n,))) for n in (80, 30))
-        monkeypatch.setitem(NAMED, dataset, (NAMED[dataset][0], lambda data_dir, parts=parts: parts))
+        parts = tuple(
+            TensorDataset(torch.rand(n, *shape), torch.randint(10, (n,))) for n in (80, 30)
+        )
+        monkeypatch.setitem(
+            NAMED, dataset, (NAMED[dataset][0], lambda data_dir, parts=parts: parts)
+        )
 
 
 @pytest.fixture
@@ -85,7 +97,9 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
     def fake(setting: Setting, load: Load, device: str) -> Result:
         records, test = load(setting.dataset, setting.scaling)
         assert len(records) == SMALL.records
-        assert len(test) == (0 if setting.validation else 30), "trials must not get hold of the test set"
+        assert len(test) == (0 if setting.validation else 30), (
+            "trials must not get hold of the test set"
+        )
         calls.append(setting)
         accuracy = 0.9 - 0.1 * abs(math.log10(setting.lr * setting.clip / 0.05))
         if setting.geometry is not None:
@@ -108,7 +122,9 @@ def test_the_slope_of_a_cliff_is_found_among_few_trials() -> None:
 
     def truth(v: dict[str, Array]) -> Array:
         step = np.log10(v["lr"] * v["clip"])
-        return np.where(step > -1, 0.1, 0.9 + 0.2 * (step + 1)) + np.random.default_rng(1).normal(0, 0.01, len(step))
+        return np.where(step > -1, 0.1, 0.9 + 0.2 * (step + 1)) + np.random.default_rng(1).normal(
+            0, 0.01, len(step)
+        )
 
     found = ridge(sample("DP-SGD", truth, count=40))
     assert found.low <= -1 <= found.high and found.value == pytest.approx(-1, abs=0.25)
@@ -142,7 +158,9 @@ def test_the_best_and_the_share_that_is_as_good() -> None:
 
 def test_importances_are_shares_of_the_variance() -> None:
     """Of 3 x + y with x and y uniform, 9/10 and 1/10; the sign of the correlation is that of the effect."""
-    truth = sample("DP-KFC", lambda v: 0.1 * (3 * SPACE["lr"].place(v["lr"]) - v["alpha"] / 2), count=80)
+    truth = sample(
+        "DP-KFC", lambda v: 0.1 * (3 * SPACE["lr"].place(v["lr"]) - v["alpha"] / 2), count=80
+    )
     found = importances(truth)
     assert found["lr"].variance == pytest.approx(0.9, abs=0.07)
     assert found["alpha"].variance == pytest.approx(0.1, abs=0.07)
@@ -166,7 +184,9 @@ def test_what_lr_times_clip_hides_is_seen_without_it() -> None:
         return np.asarray(hill(-1)(v) + 0.02 * (v["alpha"] > 1))
 
     sweep = sample("DP-KFC", truth, count=400)
-    assert abs(importances(sweep)["alpha"].correlation) < 0.15 < importances(sweep)["alpha"].adjusted
+    assert (
+        abs(importances(sweep)["alpha"].correlation) < 0.15 < importances(sweep)["alpha"].adjusted
+    )
     pink = pink_over_white(sweep, adjusted=True)
     assert pink.value == pytest.approx(0.02, abs=0.005)
     assert pink.verdict == findings.HOLDS
@@ -176,7 +196,9 @@ def test_what_lr_times_clip_hides_is_seen_without_it() -> None:
 def test_a_difference_is_welchs() -> None:
     ones, others = [0.95, 0.96, 0.94], [0.93, 0.925, 0.94, 0.92]
     found = difference(ones, others)
-    assert found.value / found.error == pytest.approx(ttest_ind(ones, others, equal_var=False).statistic)
+    assert found.value / found.error == pytest.approx(
+        ttest_ind(ones, others, equal_var=False).statistic
+    )
     assert found.verdict == findings.HOLDS
     assert difference(others, ones).verdict == findings.FAILS
     assert difference(ones, [*ones, 0.951]).verdict == findings.UNRESOLVED
@@ -197,14 +219,22 @@ def test_what_cannot_be_told_is_not_made_up() -> None:
 def test_a_kernel_mean_by_hand() -> None:
     weight = math.exp(-0.5 * 2**2)
     found = smooth(np.array([[0.0], [1e6]]), np.array([[0.0], [2.0]]), np.array([1.0, 3.0]), 1.0)
-    assert found == pytest.approx([(1 + 3 * weight) / (1 + weight), 3.0])  # far from all: the nearest
+    assert found == pytest.approx(
+        [(1 + 3 * weight) / (1 + weight), 3.0]
+    )  # far from all: the nearest
 
 
 def test_a_surface_lies_on_the_scale_of_its_parameters() -> None:
-    x, y, field = surface(sample("DP-KFC", lambda v: SPACE["clip"].place(v["clip"])), "clip", "alpha")
+    x, y, field = surface(
+        sample("DP-KFC", lambda v: SPACE["clip"].place(v["clip"])), "clip", "alpha"
+    )
     assert (x[0], x[-1], y[0], y[-1]) == pytest.approx((0.1, 50, 0, 2))
     middle = field[:, len(x) // 2].mean()
-    assert middle == pytest.approx(0.5, abs=0.05) and field[:, 0].mean() < 0.2 and field[:, -1].mean() > 0.8
+    assert (
+        middle == pytest.approx(0.5, abs=0.05)
+        and field[:, 0].mean() < 0.2
+        and field[:, -1].mean() > 0.8
+    )
 
 
 def verdicts(sgd: Sweep, kfc: Sweep) -> dict[str, str]:
@@ -219,12 +249,26 @@ def test_claims_hold_where_the_paper_is_right() -> None:
         return np.asarray(hill(0, width=0.8)(v) + 0.2 * (v["alpha"] > 1))
 
     tests = (0.94, 0.942, 0.945), (0.97, 0.971, 0.969)
-    found = verdicts(sample("DP-SGD", hill(-1, 0.2), tests=tests[0]), sample("DP-KFC", kfc, count=300, tests=tests[1]))
+    found = verdicts(
+        sample("DP-SGD", hill(-1, 0.2), tests=tests[0]),
+        sample("DP-KFC", kfc, count=300, tests=tests[1]),
+    )
     for text in ("DP-KFC is better than DP-SGD", "DP-KFC frees the learning rate from the clip"):
         assert found[text] == findings.HOLDS
-    assert found["the best α is that of pink to brown noise"] == found["so it is at equal lr · clip"] == findings.HOLDS
-    assert found["damping hardly matters"] == found["the number of steps hardly matters"] == findings.HOLDS
-    assert found["DP-KFC's band of lr · clip is wider than DP-SGD's, by a quarter at least"] == findings.HOLDS
+    assert (
+        found["the best α is that of pink to brown noise"]
+        == found["so it is at equal lr · clip"]
+        == findings.HOLDS
+    )
+    assert (
+        found["damping hardly matters"]
+        == found["the number of steps hardly matters"]
+        == findings.HOLDS
+    )
+    assert (
+        found["DP-KFC's band of lr · clip is wider than DP-SGD's, by a quarter at least"]
+        == findings.HOLDS
+    )
 
 
 @pytest.mark.usefixtures("no_forest")
@@ -232,10 +276,14 @@ def test_claims_fail_where_it_is_wrong() -> None:
     """Both are the same diagonal; damping matters, and white noise is better."""
 
     def kfc(v: dict[str, Array]) -> Array:
-        return np.asarray(hill(-1)(v) + 0.1 * SPACE["damping"].place(v["damping"]) - 0.05 * v["alpha"])
+        return np.asarray(
+            hill(-1)(v) + 0.1 * SPACE["damping"].place(v["damping"]) - 0.05 * v["alpha"]
+        )
 
     tests = (0.97, 0.971, 0.969), (0.94, 0.942, 0.945)
-    found = verdicts(sample("DP-SGD", hill(-1), tests=tests[0]), sample("DP-KFC", kfc, tests=tests[1]))
+    found = verdicts(
+        sample("DP-SGD", hill(-1), tests=tests[0]), sample("DP-KFC", kfc, tests=tests[1])
+    )
     for text in (
         "DP-KFC is better than DP-SGD",
         "DP-KFC frees the learning rate from the clip",
@@ -263,7 +311,10 @@ def test_table_7_stands_beside_the_papers() -> None:
         f"| fashion-mnist | 55.00 ± 7.07 (2) | 75.00 ± 7.07 (2) | +20.00 | {best:.2f} | 84.3 | 87.1 | +2.8 | 1.48 |"
     )
     last = claims_table(pairs).splitlines()[-1]
-    assert last == "| the gain is largest on CIFAR-10 | +8.6 | +15.00 | +20.00 | +17.50: **does not hold** |"
+    assert (
+        last
+        == "| the gain is largest on CIFAR-10 | +8.6 | +15.00 | +20.00 | +17.50: **does not hold** |"
+    )
 
 
 def test_a_trial_is_what_the_paper_calls_it() -> None:
@@ -271,13 +322,21 @@ def test_a_trial_is_what_the_paper_calls_it() -> None:
     protocol = Protocol(records=12_000, validation=2000, probe_batch=64)
     setting = protocol.setting("mnist", "DP-KFC", params, records=12_000)
     assert setting.geometry is not None and setting.geometry["probe"] == {"alpha": 1.6, "std": 0.5}
-    assert {name: setting.geometry[name] for name in ("stability", "damping", "probes", "every")} == {
+    assert {
+        name: setting.geometry[name] for name in ("stability", "damping", "probes", "every")
+    } == {
         "stability": 3e-3,
         "damping": 0.0,
         "probes": 7 * 64,
         "every": 39,  # 10,000 records in batches of 256
     }
-    assert (setting.lr, setting.clip, setting.epsilon, setting.epochs, setting.ema) == (0.1, 2.0, 2.0, 5, 0.0)
+    assert (setting.lr, setting.clip, setting.epsilon, setting.epochs, setting.ema) == (
+        0.1,
+        2.0,
+        2.0,
+        5,
+        0.0,
+    )
     plain = protocol.setting("mnist", "DP-SGD", {"lr": 0.1, "clip": 2.0}, records=12_000)
     assert plain == replace(setting, arm="DP-SGD", geometry=None)
 
@@ -304,21 +363,41 @@ def test_from_end_to_end_and_again(
     monkeypatch.setattr(plots, "POINTS", 10)
     monkeypatch.setattr(plots, "DPI", 30)
     out = tmp_path / "new"
-    arguments = ["--out", str(out), "--trials", "15", "--records", "60", "--validation", "20", "--datasets", "mnist"]
+    arguments = [
+        "--out",
+        str(out),
+        "--trials",
+        "15",
+        "--records",
+        "60",
+        "--validation",
+        "20",
+        "--datasets",
+        "mnist",
+    ]
     experiment.main(arguments)
     rows = read(out / "results.jsonl")
     assert len(trained) == len(rows) == 2 * (15 + 3)
-    assert [row["setting"]["seed"] for row in rows if not row["setting"]["validation"]] == [1, 2, 3] * 2
+    assert [row["setting"]["seed"] for row in rows if not row["setting"]["validation"]] == [
+        1,
+        2,
+        3,
+    ] * 2
     for method in METHODS:
         trials = [row for row in rows if row["method"] == method and row["setting"]["validation"]]
-        finals = [row for row in rows if row["method"] == method and not row["setting"]["validation"]]
+        finals = [
+            row for row in rows if row["method"] == method and not row["setting"]["validation"]
+        ]
         best = max(trials, key=lambda row: row["result"]["last"])
         assert abs(math.log10(best["setting"]["lr"] * best["setting"]["clip"] / 0.05)) < 0.4, (
             "the search finds the ridge"
         )
         assert len(trials) == 15 and all(row["params"] == best["params"] for row in finals)
         for row in trials:
-            assert all(SPACE[name].low <= value <= SPACE[name].high for name, value in row["params"].items())
+            assert all(
+                SPACE[name].low <= value <= SPACE[name].high
+                for name, value in row["params"].items()
+            )
     assert sorted(file.name for file in out.iterdir()) == [
         "fig10-mnist.png",
         "fig11-mnist.png",
@@ -327,9 +406,16 @@ def test_from_end_to_end_and_again(
     ]
     text = (out / "table7.md").read_text()
     assert text in capsys.readouterr().out
-    command = "python -m experiments.sensitivity --trials 15 --records 60 --validation 20 --epochs 5"
+    command = (
+        "python -m experiments.sensitivity --trials 15 --records 60 --validation 20 --epochs 5"
+    )
     assert f"    {command} --probe-batch 256 --data-dir DATA --out FOLDER\n" in text
-    assert "15 trials" in text and "| mnist |" in text and "](fig10-mnist.png)" in text and "fashion" not in text
+    assert (
+        "15 trials" in text
+        and "| mnist |" in text
+        and "](fig10-mnist.png)" in text
+        and "fashion" not in text
+    )
     monkeypatch.setattr(experiment, "find_spec", lambda name: name == "optuna" or None)
     experiment.main(arguments)
     assert len(trained) == len(rows), "nothing is repeated"
@@ -339,7 +425,9 @@ def test_from_end_to_end_and_again(
 
 
 @pytest.mark.usefixtures("data")
-@pytest.mark.parametrize("database", [True, False], ids=["with its database", "from the results alone"])
+@pytest.mark.parametrize(
+    "database", [True, False], ids=["with its database", "from the results alone"]
+)
 def test_an_interruption_loses_no_trial(
     database: bool, tmp_path: Path, trained: list[Setting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,18 +449,28 @@ def test_an_interruption_loses_no_trial(
         (tmp_path / "results.db").unlink()
     monkeypatch.setattr(experiment, "train", ordinary)
     real = dpkfc.tune
-    monkeypatch.setattr(dpkfc, "tune", lambda *args, **options: told.append(_trials(options)) or real(*args, **options))
+    monkeypatch.setattr(
+        dpkfc,
+        "tune",
+        lambda *args, **options: told.append(_trials(options)) or real(*args, **options),
+    )
     experiment.search(place, "mnist", "DP-KFC", load, Console())
     assert told == [7], "the search knows what was tried before"
     assert len(trained) == SMALL.trials
     assert place.trials("mnist", "DP-KFC")[:7] == before
-    assert len({json.dumps(row["params"]) for row in place.trials("mnist", "DP-KFC")}) == SMALL.trials
+    assert (
+        len({json.dumps(row["params"]) for row in place.trials("mnist", "DP-KFC")}) == SMALL.trials
+    )
 
 
 def _trials(options: dict[str, Any]) -> int:
     import optuna
 
-    return len(optuna.load_study(study_name=options["name"], storage=f"sqlite:///{options['storage']}").trials)
+    return len(
+        optuna.load_study(
+            study_name=options["name"], storage=f"sqlite:///{options['storage']}"
+        ).trials
+    )
 
 
 @pytest.mark.usefixtures("data")
@@ -382,20 +480,35 @@ def test_protocols_are_not_mixed(tmp_path: Path, trained: list[Setting]) -> None
     other = Place(file, replace(SMALL, epochs=0.2))
     assert other.trials("mnist", "DP-SGD") == [] and other.protocol.key != SMALL.key
     experiment.search(other, "mnist", "DP-SGD", load, console)
-    assert len(other.trials("mnist", "DP-SGD")) == len(Place(file, SMALL).trials("mnist", "DP-SGD")) == SMALL.trials
+    assert (
+        len(other.trials("mnist", "DP-SGD"))
+        == len(Place(file, SMALL).trials("mnist", "DP-SGD"))
+        == SMALL.trials
+    )
     assert {row["protocol"]["epochs"] for row in other.trials("mnist", "DP-SGD")} == {0.2}
-    assert Place(file, SMALL).trials("mnist", "DP-KFC") == Place(file, SMALL).trials("cifar-10", "DP-SGD") == []
+    assert (
+        Place(file, SMALL).trials("mnist", "DP-KFC")
+        == Place(file, SMALL).trials("cifar-10", "DP-SGD")
+        == []
+    )
     assert replace(SMALL, trials=99, seeds=(7,)).key == SMALL.key
     assert experiment.sweep(other, "mnist", "DP-SGD") is None, "there are no final runs yet"
 
 
 @pytest.mark.usefixtures("data", "trained")
-def test_quick_leaves_the_real_results_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_leaves_the_real_results_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(experiment, "QUICK", replace(experiment.QUICK, records=60, validation=20))
-    monkeypatch.setattr(experiment, "find_spec", lambda name: None if name == "matplotlib" else True)
+    monkeypatch.setattr(
+        experiment, "find_spec", lambda name: None if name == "matplotlib" else True
+    )
     console = Console(record=True)
     experiment.run(ReproduceOptions(tmp_path, console, True, None))
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["quick-results.jsonl", "quick-table7.md"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "quick-results.jsonl",
+        "quick-table7.md",
+    ]
     text = (tmp_path / "quick-table7.md").read_text()
     assert "**Quick:**" in text and "    dpkfc reproduce table7 --data-dir DATA --quick\n" in text
     assert "matplotlib is not installed" in console.export_text()

@@ -16,13 +16,20 @@ from torch.utils.data import TensorDataset
 from experiments import geometry
 from experiments import setting as experiment
 
-TINY: dict[str, Any] = {"batch_size": 8, "epochs": 0.1, "epsilon": 3.0, "validation": 20}  # one step on 60 records
+TINY: dict[str, Any] = {
+    "batch_size": 8,
+    "epochs": 0.1,
+    "epsilon": 3.0,
+    "validation": 20,
+}  # one step on 60 records
 SETTING = Setting("mnist", "dp-sgd", 0.1, **TINY)
 
 
 @pytest.fixture
 def load(folder: Path) -> experiment.Load:
-    return lambda dataset, scaling: experiment.scaled(experiment.DATASETS[dataset][1](folder), scaling)
+    return lambda dataset, scaling: experiment.scaled(
+        experiment.DATASETS[dataset][1](folder), scaling
+    )
 
 
 def test_a_run_spends_its_budget_and_is_reproducible(load: experiment.Load) -> None:
@@ -36,7 +43,9 @@ def test_a_run_spends_its_budget_and_is_reproducible(load: experiment.Load) -> N
     assert train(replace(SETTING, ema=0.0), load).average is None
 
 
-def test_the_average_follows_the_iterates(load: experiment.Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_average_follows_the_iterates(
+    load: experiment.Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a decay of nearly 1 it is the mean of the iterates so far."""
     weights: list[torch.Tensor] = []
 
@@ -45,7 +54,9 @@ def test_the_average_follows_the_iterates(load: experiment.Load, monkeypatch: py
         return 0.0
 
     monkeypatch.setattr(experiment, "accuracy", remember)
-    monkeypatch.setattr("dpkfc.planning.plan._calibrated", lambda *run: 1.0)  # the same noise for one step and for two
+    monkeypatch.setattr(
+        "dpkfc.planning.plan._calibrated", lambda *run: 1.0
+    )  # the same noise for one step and for two
     for epochs in (0.1, 0.2):
         train(replace(SETTING, epochs=epochs, ema=1 - 1e-9), load)
     first, mean_of_one, second, mean_of_two = weights
@@ -54,7 +65,8 @@ def test_the_average_follows_the_iterates(load: experiment.Load, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("schedule", "rates"), [("constant", [1, 1, 1]), ("cosine", [1, 0.5, 0]), ("linear", [1, 0.5, 0])]
+    ("schedule", "rates"),
+    [("constant", [1, 1, 1]), ("cosine", [1, 0.5, 0]), ("linear", [1, 0.5, 0])],
 )
 def test_schedules_begin_at_the_rate_that_is_named(schedule: str, rates: list[float]) -> None:
     assert [experiment.SCHEDULES[schedule](done) for done in (0, 0.5, 1)] == pytest.approx(rates)
@@ -112,7 +124,9 @@ def test_correlated_noise_runs_through_the_same_loop(load: experiment.Load, name
     ],
     ids=str,
 )
-def test_other_optimizers_and_adadps_run_through_the_same_loop(load: experiment.Load, changes: dict[str, Any]) -> None:
+def test_other_optimizers_and_adadps_run_through_the_same_loop(
+    load: experiment.Load, changes: dict[str, Any]
+) -> None:
     setting = replace(SETTING, epochs=0.3, **changes)
     result = train(setting, load)
     assert 0 < result.epsilon <= SETTING.epsilon and result.average is not None
@@ -126,23 +140,34 @@ def test_other_models_run_through_the_same_loop(load: experiment.Load, model: st
 
 
 @pytest.mark.parametrize(
-    "probe", [{"sparse": {"nonzeros": 3}}, {"pool": "noise"}, {"public": "noise"}], ids=lambda probe: next(iter(probe))
+    "probe",
+    [{"sparse": {"nonzeros": 3}}, {"pool": "noise"}, {"public": "noise"}],
+    ids=lambda probe: next(iter(probe)),
 )
 def test_probes_for_features(monkeypatch: pytest.MonkeyPatch, probe: dict[str, Any]) -> None:
     """Records that are rows of features, with sparse rows or rows of their own kind as probes."""
     generator = torch.Generator().manual_seed(0)
     rows, others = (
-        TensorDataset(torch.rand(80, 12, generator=generator), torch.randint(2, (80,), generator=generator))
+        TensorDataset(
+            torch.rand(80, 12, generator=generator), torch.randint(2, (80,), generator=generator)
+        )
         for _ in range(2)
     )
     monkeypatch.setitem(experiment.DATASETS, "rows", (("no", "yes"), lambda data_dir: (rows, rows)))
-    setting = replace(SETTING, dataset="rows", model="linear", geometry={"probe": probe, "probes": 16})
-    found = train(setting, lambda dataset, scaling: (rows, rows) if dataset == "rows" else (others, others))
+    setting = replace(
+        SETTING, dataset="rows", model="linear", geometry={"probe": probe, "probes": 16}
+    )
+    found = train(
+        setting, lambda dataset, scaling: (rows, rows) if dataset == "rows" else (others, others)
+    )
     assert found.epsilon == pytest.approx(3.0, abs=0.01)
     narrow = TensorDataset(rows.tensors[0][:, :5], rows.tensors[1])
     if "sparse" not in probe:
         with pytest.raises(ValueError, match=r"\(5,\) are no probes for records of \(12,\)"):
-            train(setting, lambda dataset, scaling: (rows, rows) if dataset == "rows" else (narrow, narrow))
+            train(
+                setting,
+                lambda dataset, scaling: (rows, rows) if dataset == "rows" else (narrow, narrow),
+            )
 
 
 def test_the_geometry_of_the_private_records_is_not_private(load: experiment.Load) -> None:
@@ -155,8 +180,12 @@ def test_the_geometry_of_the_private_records_is_not_private(load: experiment.Loa
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 28, 28), (3, 32, 32), (1, 7, 14)])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_public_images_are_brought_to_the_shape_of_the_records(channels: int, shape: tuple[int, ...]) -> None:
+def test_public_images_are_brought_to_the_shape_of_the_records(
+    channels: int, shape: tuple[int, ...]
+) -> None:
     """A constant image stays that, whatever its shape; what fits already is not touched."""
     images = torch.linspace(0, 1, 5).view(5, 1, 1, 1).expand(5, channels, 28, 28)
-    torch.testing.assert_close(fitted(images, shape), torch.linspace(0, 1, 5).view(5, 1, 1, 1).expand(5, *shape))
+    torch.testing.assert_close(
+        fitted(images, shape), torch.linspace(0, 1, 5).view(5, 1, 1, 1).expand(5, *shape)
+    )
     assert fitted(images, (channels, 28, 28)) is images

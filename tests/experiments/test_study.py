@@ -20,7 +20,12 @@ from experiments import correlated, geometry, optimizers
 from experiments import study as experiment
 
 STUDY, ARMS = geometry.STUDY, geometry.STUDY.arms
-TINY: dict[str, Any] = {"batch_size": 8, "epochs": 0.1, "epsilon": 3.0, "validation": 20}  # one step on 60 records
+TINY: dict[str, Any] = {
+    "batch_size": 8,
+    "epochs": 0.1,
+    "epsilon": 3.0,
+    "validation": 20,
+}  # one step on 60 records
 SETTING = Setting("mnist", "dp-sgd", 0.1, **TINY)
 
 
@@ -32,7 +37,9 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
     def fake(setting: Setting, load: Load, on_step: Any, device: str) -> Result:
         calls.append(setting)
         on_step(1, 1)
-        accuracy = setting.lr / 10 if setting.validation else 0.9 - setting.lr / 10 + setting.seed / 1000
+        accuracy = (
+            setting.lr / 10 if setting.validation else 0.9 - setting.lr / 10 + setting.seed / 1000
+        )
         return Result(accuracy, accuracy - 0.01, 1.0, 1.0, 1, 1.0)
 
     monkeypatch.setattr(experiment, "train", fake)
@@ -44,7 +51,9 @@ def row(setting: Setting, last: float, average: float | None = None) -> experime
     return {"key": setting.key, "setting": asdict(setting), "result": asdict(result)}
 
 
-@pytest.mark.parametrize("study", [geometry.STUDY, correlated.STUDY, optimizers.STUDY], ids=lambda study: study.module)
+@pytest.mark.parametrize(
+    "study", [geometry.STUDY, correlated.STUDY, optimizers.STUDY], ids=lambda study: study.module
+)
 def test_every_arm_has_the_same_number_of_different_tries(study: experiment.Study) -> None:
     for task in set(study.tasks) - set(study.follows):
         settings = tries(study, task, study.arms)
@@ -60,7 +69,9 @@ def test_arms_of_the_study_of_noise_differ_only_in_what_their_names_say() -> Non
             assert (setting.geometry is not None) == setting.arm.startswith("dp-kfc")
             assert (setting.noise is None) == setting.arm.endswith("independent")
             assert setting.noise is None or setting.noise["bands"] == 16
-            assert not (setting.geometry or {}).get("post"), "a map after the noise would undo the cancellation"
+            assert not (setting.geometry or {}).get("post"), (
+                "a map after the noise would undo the cancellation"
+            )
             assert all(getattr(setting, name) == value for name, value in common.items())
             rates.setdefault(setting.arm.split(",")[0], set()).add(setting.lr)
         assert all(len(found) == 5 for found in rates.values()), "every noise has the same rates"
@@ -70,7 +81,12 @@ def test_arms_differ_only_in_what_their_names_say() -> None:
     for setting in tries(STUDY, "mnist", ARMS):
         assert (setting.geometry is not None) == setting.arm.startswith("dp-kfc")
         assert bool(setting.label_smoothing) == setting.arm.endswith("smoothing")
-        assert (setting.epsilon, setting.delta, setting.epochs, setting.batch_size) == (1.0, 1e-5, 5, 256)
+        assert (setting.epsilon, setting.delta, setting.epochs, setting.batch_size) == (
+            1.0,
+            1e-5,
+            5,
+            256,
+        )
         assert (setting.seed, setting.validation, setting.ema) == (0, 5000, 0.99)
     assert SETTING.seed not in SEEDS
 
@@ -81,8 +97,13 @@ def test_the_choice_is_made_on_validation_and_not_on_test() -> None:
     for seed in SEEDS:
         rows.append(row(replace(poor, validation=0, seed=seed), 0.99, 0.99))
         rows.append(row(replace(good, validation=0, seed=seed), 0.97, 0.93 + seed / 100))
-    assert choose(STUDY, rows, "mnist", "dp-sgd") == (good, "average")  # though "last" is better on test
-    assert finals(STUDY, rows, "mnist", ["dp-sgd"]) == [replace(good, validation=0, seed=seed) for seed in SEEDS]
+    assert choose(STUDY, rows, "mnist", "dp-sgd") == (
+        good,
+        "average",
+    )  # though "last" is better on test
+    assert finals(STUDY, rows, "mnist", ["dp-sgd"]) == [
+        replace(good, validation=0, seed=seed) for seed in SEEDS
+    ]
     (summary,) = summarise(STUDY, rows)
     assert (summary.tries, summary.validation, summary.paper) == (2, 0.95, 91.7)
     assert summary.tests == pytest.approx((0.94, 0.95, 0.96))
@@ -92,12 +113,28 @@ def test_the_choice_is_made_on_validation_and_not_on_test() -> None:
 def test_a_task_that_follows_another_takes_over_its_choice() -> None:
     common = {"dataset": "mnist", "scaling": "unit"}
     tasks = {f"epsilon {e}": {**common, "epsilon": float(e)} for e in (3, 5, 8)}
-    follows = {"epsilon 8": Follow("epsilon 3", lambda arm: 2.0), "epsilon 5": Follow("epsilon 8", lambda arm: 0.5)}
-    study = replace(STUDY, tasks=tasks, follows=follows, published={}, grid=lambda task: {"dp-sgd": [{"lr": 9.0}]})
+    follows = {
+        "epsilon 8": Follow("epsilon 3", lambda arm: 2.0),
+        "epsilon 5": Follow("epsilon 8", lambda arm: 0.5),
+    }
+    study = replace(
+        STUDY,
+        tasks=tasks,
+        follows=follows,
+        published={},
+        grid=lambda task: {"dp-sgd": [{"lr": 9.0}]},
+    )
     assert [len(tries(study, task, ["dp-sgd"])) for task in tasks] == [1, 0, 0]
     best = replace(SETTING, lr=0.3)
-    rows = [row(SETTING, 0.8), row(best, 0.9), row(replace(SETTING, epsilon=8.0, validation=0), 1.0)]
-    assert choose(study, rows, "epsilon 8", "dp-sgd") == (replace(best, lr=0.6, epsilon=8.0), "last")
+    rows = [
+        row(SETTING, 0.8),
+        row(best, 0.9),
+        row(replace(SETTING, epsilon=8.0, validation=0), 1.0),
+    ]
+    assert choose(study, rows, "epsilon 8", "dp-sgd") == (
+        replace(best, lr=0.6, epsilon=8.0),
+        "last",
+    )
     assert choose(study, rows, "epsilon 5", "dp-sgd") == (replace(best, epsilon=5.0), "last")
     assert {setting.epsilon for setting in finals(study, rows, "epsilon 5", ["dp-sgd"])} == {5.0}
     assert [(s.dataset, s.tries, s.validation) for s in summarise(study, rows)] == [
@@ -110,10 +147,20 @@ def test_a_task_that_follows_another_takes_over_its_choice() -> None:
 def test_arms_of_the_study_of_optimizers_differ_only_in_what_their_names_say() -> None:
     for block, smoothing in optimizers.BLOCKS.items():
         for setting in tries(optimizers.STUDY, optimizers.name(block, 1.0), optimizers.STUDY.arms):
-            assert (setting.epochs, setting.batch_size, setting.label_smoothing) == (5, 256, smoothing)
-            assert ("kfc" in setting.arm or setting.arm == "adadps") == (setting.geometry is not None)
-            assert ("adam" in setting.arm or setting.arm == "disk") == (setting.optimizer is not None)
-            assert ("public" in setting.arm) == ("public" in (setting.geometry or {}).get("probe", {}))
+            assert (setting.epochs, setting.batch_size, setting.label_smoothing) == (
+                5,
+                256,
+                smoothing,
+            )
+            assert ("kfc" in setting.arm or setting.arm == "adadps") == (
+                setting.geometry is not None
+            )
+            assert ("adam" in setting.arm or setting.arm == "disk") == (
+                setting.optimizer is not None
+            )
+            assert ("public" in setting.arm) == (
+                "public" in (setting.geometry or {}).get("probe", {})
+            )
             assert ("correlated" in setting.arm) == (setting.noise is not None)
 
 
@@ -152,7 +199,10 @@ def test_the_command_runs_resumes_and_reports(
     experiment.main(study, ["--stage", "table", "--out", str(out.parent)])
     assert "not charged" in capsys.readouterr().out
     markdown = (out.parent / "accuracy.md").read_text()
-    assert "| mnist | dp-sgd | 2 | lr 2, clip 1, last weights | 20.00 | 70.20 ± 0.10 (3) | 91.7 |" in markdown
+    assert (
+        "| mnist | dp-sgd | 2 | lr 2, clip 1, last weights | 20.00 | 70.20 ± 0.10 (3) | 91.7 |"
+        in markdown
+    )
     assert "| fashion-mnist | dp-sgd + smoothing |" in markdown
     assert (out.parent / "accuracy.png").exists() == bool(find_spec("matplotlib"))
 
@@ -201,12 +251,18 @@ def test_wrong_use_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert "'adam' is not known: choose from dp-sgd, dp-kfc (paper)" in capsys.readouterr().err
 
 
-def test_a_quick_reproduction_is_short_and_beside_the_whole_one(folder: Path, trained: list[Setting]) -> None:
+def test_a_quick_reproduction_is_short_and_beside_the_whole_one(
+    folder: Path, trained: list[Setting]
+) -> None:
     out = folder / "quick"
     reproduce(STUDY, ReproduceOptions(out, Console(), True, folder))
     assert {setting.epochs for setting in trained} == {0.1}
     assert len(trained) == 2 * 2 * len(ARMS)  # one try and one seed for each arm, on two data sets
-    assert (out / "quick.jsonl").exists() and (out / "accuracy.md").exists() and not (out / "results.jsonl").exists()
+    assert (
+        (out / "quick.jsonl").exists()
+        and (out / "accuracy.md").exists()
+        and not (out / "results.jsonl").exists()
+    )
 
 
 def test_a_reproduction_without_data_says_what_is_missing(tmp_path: Path) -> None:
@@ -214,7 +270,9 @@ def test_a_reproduction_without_data_says_what_is_missing(tmp_path: Path) -> Non
         reproduce(STUDY, ReproduceOptions(tmp_path / "out", Console(), False, tmp_path))
 
 
-@pytest.mark.parametrize(("name", "study"), [("table1", optimizers.STUDY), ("geometry", geometry.STUDY)])
+@pytest.mark.parametrize(
+    ("name", "study"), [("table1", optimizers.STUDY), ("geometry", geometry.STUDY)]
+)
 def test_a_study_from_the_command_line(
     name: str, study: experiment.Study, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -227,8 +285,18 @@ def test_a_study_from_the_command_line(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(experiment, "reproduce", fake)
-    assert CliRunner().invoke(app, ["reproduce", name, "--quick", "--data-dir", "data", "--seed", "7"]).exit_code == 0
+    assert (
+        CliRunner()
+        .invoke(app, ["reproduce", name, "--quick", "--data-dir", "data", "--seed", "7"])
+        .exit_code
+        == 0
+    )
     ((chosen, order),) = called
     assert chosen is study
-    assert (order.out, order.quick, order.data_dir, order.seed) == (Path("results") / name, True, Path("data"), 7)
+    assert (order.out, order.quick, order.data_dir, order.seed) == (
+        Path("results") / name,
+        True,
+        Path("data"),
+        7,
+    )
     assert "Found" in (tmp_path / order.out / "report.html").read_text()

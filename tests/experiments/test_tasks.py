@@ -25,7 +25,11 @@ from experiments import optimizers, study, tasks
 
 
 def row(setting: Setting, accuracy: float) -> study.Row:
-    return {"key": setting.key, "setting": asdict(setting), "result": asdict(Result(accuracy, None, 1.0, 1.0, 1, 1.0))}
+    return {
+        "key": setting.key,
+        "setting": asdict(setting),
+        "result": asdict(Result(accuracy, None, 1.0, 1.0, 1, 1.0)),
+    }
 
 
 def write(file: Path, rows: list[study.Row]) -> None:
@@ -40,16 +44,22 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
 
     def fake(setting: Setting, load: Load, on_step: Any, device: str) -> Result:
         calls.append(setting)
-        accuracy = setting.lr / 100 if setting.validation else setting.epsilon / 20 + setting.seed / 1000
+        accuracy = (
+            setting.lr / 100 if setting.validation else setting.epsilon / 20 + setting.seed / 1000
+        )
         return Result(accuracy, None, setting.epsilon, 1.0, 1, 1.0)
 
     monkeypatch.setattr(study, "train", fake)
     monkeypatch.setattr(tasks, "noise", lambda task, epsilon: 1 / epsilon)
     monkeypatch.setattr(
-        tasks, "without_privacy", lambda task, data, device: {"lr": 0.1, "validation": 0.9, "tests": [0.9, 0.92]}
+        tasks,
+        "without_privacy",
+        lambda task, data, device: {"lr": 0.1, "validation": 0.9, "tests": [0.9, 0.92]},
     )
     known = {task.common["dataset"] for task in TASKS.values()}
-    monkeypatch.setattr(tasks, "DATASETS", {dataset: ((), lambda data_dir: None) for dataset in known})
+    monkeypatch.setattr(
+        tasks, "DATASETS", {dataset: ((), lambda data_dir: None) for dataset in known}
+    )
     return calls
 
 
@@ -58,8 +68,21 @@ def test_arms_of_a_task_are_tuned_alike(task: str) -> None:
     settings = tries(TABLE5, name(task, 1.0), TABLE5.arms)
     arms = TASKS[task].arms
     assert {setting.arm for setting in settings} == set(arms)
-    assert all(len([s for s in settings if s.arm == arm]) == len(settings) // len(arms) >= 3 for arm in arms)
-    for field in ("dataset", "model", "epochs", "batch_size", "epsilon", "delta", "ema", "label_smoothing", "schedule"):
+    assert all(
+        len([s for s in settings if s.arm == arm]) == len(settings) // len(arms) >= 3
+        for arm in arms
+    )
+    for field in (
+        "dataset",
+        "model",
+        "epochs",
+        "batch_size",
+        "epsilon",
+        "delta",
+        "ema",
+        "label_smoothing",
+        "schedule",
+    ):
         assert len({getattr(setting, field) for setting in settings}) == 1, field
     for setting in settings:
         assert ("kfc" in setting.arm) == (setting.geometry is not None)
@@ -81,14 +104,22 @@ def test_every_epsilon_of_the_paper_is_there(task: str) -> None:
 def test_rates_follow_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "noise", lambda task, epsilon: 2 / epsilon)
     follow = TABLE5.follows[name("stackoverflow", 8.0)]
-    assert (follow.task, follow.factor("dp-sgd"), follow.factor("dp-adam")) == (name("stackoverflow", 1.0), 8.0, 1.0)
+    assert (follow.task, follow.factor("dp-sgd"), follow.factor("dp-adam")) == (
+        name("stackoverflow", 1.0),
+        8.0,
+        1.0,
+    )
 
 
 def test_mnist_is_the_same_as_in_table_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also at other epsilons, where the learning rate follows the noise of the plan: a run of either serves both."""
 
-    def plan(*, records: int, batch_size: int, epochs: float, clip: float, epsilon: float, delta: float) -> Any:
-        return SimpleNamespace(noise_multiplier=records * batch_size * epochs * clip / epsilon * delta)
+    def plan(
+        *, records: int, batch_size: int, epochs: float, clip: float, epsilon: float, delta: float
+    ) -> Any:
+        return SimpleNamespace(
+            noise_multiplier=records * batch_size * epochs * clip / epsilon * delta
+        )
 
     for module in (tasks, optimizers):
         monkeypatch.setattr(module, "noise", module.noise.__wrapped__)
@@ -105,8 +136,15 @@ def test_mnist_is_the_same_as_in_table_1(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_runs_of_table_1_are_taken_over_once(tmp_path: Path) -> None:
     ours = tries(TABLE5, name("mnist", 1.0), ["dp-sgd"])
-    others = [replace(ours[0], label_smoothing=0.3), replace(ours[0], arm="disk"), replace(ours[0], dataset="imdb")]
-    write(tmp_path / "optimizers" / "results.jsonl", [row(setting, 0.9) for setting in [*ours, *others]])
+    others = [
+        replace(ours[0], label_smoothing=0.3),
+        replace(ours[0], arm="disk"),
+        replace(ours[0], dataset="imdb"),
+    ]
+    write(
+        tmp_path / "optimizers" / "results.jsonl",
+        [row(setting, 0.9) for setting in [*ours, *others]],
+    )
     write(tmp_path / "table5" / "results.jsonl", [row(ours[0], 0.8)])
     assert adopt(tmp_path / "table5") == len(ours) - 1
     assert adopt(tmp_path / "table5") == 0
@@ -115,7 +153,9 @@ def test_runs_of_table_1_are_taken_over_once(tmp_path: Path) -> None:
     assert adopt(tmp_path / "alone" / "table5") == 0
 
 
-def test_without_privacy_the_best_rate_is_chosen_on_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_privacy_the_best_rate_is_chosen_on_validation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A linear model that begins with the two classes exchanged: only the larger rate turns it round."""
     model = torch.nn.Linear(4, 2)
     model.weight.data = torch.tensor([[0.1], [-0.1]]).expand(2, 4).clone()
@@ -126,7 +166,9 @@ def test_without_privacy_the_best_rate_is_chosen_on_validation(monkeypatch: pyte
     labels = torch.randint(2, (400,), generator=generator)
     rows = torch.randn(400, 4, generator=generator) + 3 * (2 * labels[:, None] - 1)
     records = TensorDataset(rows[:300], labels[:300])
-    monkeypatch.setitem(TASKS, "imdb", replace(TASKS["imdb"], common={**TASKS["imdb"].common, "validation": 100}))
+    monkeypatch.setitem(
+        TASKS, "imdb", replace(TASKS["imdb"], common={**TASKS["imdb"].common, "validation": 100})
+    )
     found = without_privacy("imdb", (records, TensorDataset(rows[300:], labels[300:])))
     assert found["lr"] == 0.1 and found["validation"] > 0.95
     assert len(found["tests"]) == len(SEEDS) and min(found["tests"]) > 0.95
@@ -139,7 +181,9 @@ def test_the_command_runs_resumes_and_reports(
     tasks.main(command)
     arms = TASKS["imdb"].arms
     assert len(trained) == len(arms) * (5 + 5 * len(SEEDS))
-    assert {s.lr for s in trained if s.arm == "dp-sgd" and s.epsilon == 8 and not s.validation} == {32.0}
+    assert {s.lr for s in trained if s.arm == "dp-sgd" and s.epsilon == 8 and not s.validation} == {
+        32.0
+    }
     tasks.main(command)
     assert len(trained) == len(arms) * (5 + 5 * len(SEEDS)), "nothing is repeated"
     markdown = (tmp_path / "out" / "accuracy.md").read_text()

@@ -54,10 +54,14 @@ def folder(tmp_path: Path) -> Path:
 def rows_of(outcomes: Mapping[str, float]) -> list[Row]:
     def row(setting: Setting, accuracy: float) -> Row:
         result = Result(accuracy, None, 1.0, 0.8, 10, 1.0)
-        return json.loads(json.dumps({"key": setting.key, "setting": asdict(setting), "result": asdict(result)}))
+        return json.loads(
+            json.dumps({"key": setting.key, "setting": asdict(setting), "result": asdict(result)})
+        )
 
     rows = [row(setting, 0.5) for setting in tries(STUDY, TASK, outcomes)]
-    return rows + [row(s, outcomes[s.arm] + 0.01 * s.seed) for s in finals(STUDY, rows, TASK, outcomes)]
+    return rows + [
+        row(s, outcomes[s.arm] + 0.01 * s.seed) for s in finals(STUDY, rows, TASK, outcomes)
+    ]
 
 
 @pytest.mark.parametrize("task", STUDY.tasks)
@@ -74,12 +78,19 @@ def test_every_arm_has_three_tries_and_differs_in_its_map_alone(task: str) -> No
         assert (geometry.get("kind") == "Diagonal") == arm.startswith("adadps")
         assert bool(geometry) == (arm != "dp-sgd")
     for setting in settings:
-        assert (setting.epsilon, setting.delta, setting.batch_size, setting.momentum) == (1.0, 1e-5, 256, 0.9)
+        assert (setting.epsilon, setting.delta, setting.batch_size, setting.momentum) == (
+            1.0,
+            1e-5,
+            256,
+            0.9,
+        )
         assert setting.epochs == {"pneumonia <- mnist": 10, "cifar-10 <- mnist": 2}.get(task, 5)
 
 
 def test_the_figures_of_the_paper_stand_beside() -> None:
-    assert STUDY.published["path <- mnist", SYNTHETIC] - STUDY.published["path <- mnist", PUBLIC] == pytest.approx(4.8)
+    assert STUDY.published["path <- mnist", SYNTHETIC] - STUDY.published[
+        "path <- mnist", PUBLIC
+    ] == pytest.approx(4.8)
     assert len(STUDY.published) == 12
 
 
@@ -96,13 +107,18 @@ def test_the_order_is_told_as_measured(low: float, high: float, told: str) -> No
     assert order(Difference((low + high) / 2, low, high, 3)) == told
 
 
-@pytest.mark.parametrize(("synthetic", "told"), [(0.8, "holds, clearly"), (0.6, "is reversed, clearly")])
+@pytest.mark.parametrize(
+    ("synthetic", "told"), [(0.8, "holds, clearly"), (0.6, "is reversed, clearly")]
+)
 def test_the_report_says_what_was_run(tmp_path: Path, synthetic: float, told: str) -> None:
     rows = rows_of({PUBLIC: 0.7, SYNTHETIC: synthetic})
     report(STUDY, rows, tmp_path, Console(quiet=True))
     text = (tmp_path / "table2.md").read_text()
     gap = f"{100 * (synthetic - 0.7):+.2f}"
-    assert f"| {TASK} | {gap} ({gap} to {gap}, 5 seeds) | too few runs | too few runs | {told} |" in text
+    assert (
+        f"| {TASK} | {gap} ({gap} to {gap}, 5 seeds) | too few runs | too few runs | {told} |"
+        in text
+    )
     assert "Not run: fashion <- mnist, path <- mnist, cifar-10 <- mnist." in text
 
 
@@ -111,9 +127,15 @@ def test_a_task_without_its_data_is_skipped(folder: Path, trained: list[Setting]
     reproduce(STUDY, ReproduceOptions(folder / "out", Console(file=said, width=200), False, folder))
     assert {setting.dataset for setting in trained} == {"pneumoniamnist"}
     assert len(trained) == 6 * (3 + 5), "five seeds, since it is small"
-    assert "path <- mnist is skipped" in said.getvalue() and "pathmnist.npz is missing" in said.getvalue()
+    assert (
+        "path <- mnist is skipped" in said.getvalue()
+        and "pathmnist.npz is missing" in said.getvalue()
+    )
     assert TASK in (folder / "out" / "accuracy.md").read_text()
-    assert "Not run: fashion <- mnist, path <- mnist, cifar-10 <- mnist." in (folder / "out" / "table2.md").read_text()
+    assert (
+        "Not run: fashion <- mnist, path <- mnist, cifar-10 <- mnist."
+        in (folder / "out" / "table2.md").read_text()
+    )
 
 
 def test_a_quick_run_has_one_seed(folder: Path, trained: list[Setting]) -> None:
@@ -126,7 +148,9 @@ def test_if_all_data_is_missing_that_is_an_error(tmp_path: Path, trained: list[S
         reproduce(STUDY, ReproduceOptions(tmp_path / "out", Console(quiet=True), False, tmp_path))
 
 
-def test_a_task_that_follows_one_without_data_is_skipped_too(folder: Path, trained: list[Setting]) -> None:
+def test_a_task_that_follows_one_without_data_is_skipped_too(
+    folder: Path, trained: list[Setting]
+) -> None:
     tasks = {**STUDY.tasks, "follower": {**STUDY.tasks["path <- mnist"], "epsilon": 8.0}}
     follows = {"follower": Follow("path <- mnist", lambda arm: 1.0)}
     said = StringIO()

@@ -38,12 +38,15 @@ def written_out(root: Root | None, groups: int, size: int) -> Tensor:
     if isinstance(root, Full):
         return root.matrix.double()
     vectors = root.vectors.double()
-    return (root.base * torch.eye(size, dtype=torch.float64) + vectors @ torch.diag(root.weights.double()) @ vectors.T)[
-        None
-    ]
+    return (
+        root.base * torch.eye(size, dtype=torch.float64)
+        + vectors @ torch.diag(root.weights.double()) @ vectors.T
+    )[None]
 
 
-def mapped(geometry: KFC, model: nn.Module, grads: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+def mapped(
+    geometry: KFC, model: nn.Module, grads: list[dict[str, Tensor]]
+) -> list[dict[str, Tensor]]:
     """``U_G g U_A`` of every gradient, one by one."""
     shapes = {name: p.shape for name, p in model.named_parameters()}
     out = [{name: g.double().clone() for name, g in one.items()} for one in grads]
@@ -51,7 +54,11 @@ def mapped(geometry: KFC, model: nn.Module, grads: list[dict[str, Tensor]]) -> l
         for one in out:
             if isinstance(rule, DiagonalMap):
                 for k, name in enumerate(names):
-                    scale = rule.scale if isinstance(rule.scale, float) else rule.scale[k].double().view(shapes[name])
+                    scale = (
+                        rule.scale
+                        if isinstance(rule.scale, float)
+                        else rule.scale[k].double().view(shapes[name])
+                    )
                     one[name] = one[name] * scale
             else:
                 assert isinstance(rule, KroneckerMap)

@@ -27,7 +27,9 @@ def moment_of(rows: Tensor, piece: int = 1000) -> Moment:
 def power_of(matrix: np.ndarray, power: float, damping: float, stability: float) -> np.ndarray:
     """``(A + (π tr/d + γ) I)^(-power/2)`` by numpy's own eigendecomposition."""
     size = len(matrix)
-    values, vectors = np.linalg.eigh(matrix + (damping * np.trace(matrix) / size + stability) * np.eye(size))
+    values, vectors = np.linalg.eigh(
+        matrix + (damping * np.trace(matrix) / size + stability) * np.eye(size)
+    )
     return (vectors * values ** (-power / 2)) @ vectors.T
 
 
@@ -46,7 +48,9 @@ def test_exact_roots_are_numpys(
 ) -> None:
     """From fewer vectors than the size (Gram matrix) and from more, in pieces of any length."""
     torch.manual_seed(seed)
-    rows = torch.randn(count, size, dtype=torch.float64) @ torch.randn(size, size, dtype=torch.float64)
+    rows = torch.randn(count, size, dtype=torch.float64) @ torch.randn(
+        size, size, dtype=torch.float64
+    )
     spectrum = moment_of(rows, piece).spectrum(count, None, torch.Generator())
     root = spectrum.root(power, damping, stability, like=rows, bias=False)
     want = power_of((rows.T @ rows / count).numpy(), power, damping, stability)
@@ -55,11 +59,17 @@ def test_exact_roots_are_numpys(
 
 
 @pytest.mark.parametrize(("size", "count"), [(600, 2000), (600, 100), (80, 500)])
-def test_a_cut_root_keeps_the_largest_directions_and_averages_the_rest(size: int, count: int) -> None:
+def test_a_cut_root_keeps_the_largest_directions_and_averages_the_rest(
+    size: int, count: int
+) -> None:
     torch.manual_seed(0)
     rows = torch.randn(count, size) * torch.arange(1, size + 1) ** -0.7
     rank, damping, stability = 12, 0.01, 1e-4
-    root = moment_of(rows).spectrum(count, rank, torch.Generator()).root(1.0, damping, stability, rows, bias=False)
+    root = (
+        moment_of(rows)
+        .spectrum(count, rank, torch.Generator())
+        .root(1.0, damping, stability, rows, bias=False)
+    )
     assert isinstance(root, LowRank) and root.rank == rank
     matrix = (rows.double().T @ rows.double() / count).numpy()
     values, vectors = np.linalg.eigh(matrix)
@@ -70,7 +80,9 @@ def test_a_cut_root_keeps_the_largest_directions_and_averages_the_rest(size: int
     top = vectors[:, :rank]
     want = base * np.eye(size) + (top * ((values[:rank] + mu) ** -0.5 - base)) @ top.T
     got = written_out(root, 1, size)[0].numpy()
-    assert np.linalg.norm(got - want, 2) < 1e-2 * np.linalg.norm(want, 2)  # subspace iteration in float32
+    assert np.linalg.norm(got - want, 2) < 1e-2 * np.linalg.norm(
+        want, 2
+    )  # subspace iteration in float32
 
 
 def test_the_map_after_the_noise_keeps_the_energy_of_the_probes() -> None:
@@ -102,7 +114,11 @@ def test_roots_map_rows_and_columns_as_their_matrix_does(groups: int, bias: bool
     sizes = torch.linalg.eigvalsh(square)
     roots: list[Full | LowRank] = [Full(square, bias, float(sizes.max()), float(sizes.min()))]
     if groups == 1:
-        roots.append(LowRank(1.7, torch.linalg.qr(torch.randn(size, 3)).Q, torch.tensor([2.0, -1.0, -1.5]), bias))
+        roots.append(
+            LowRank(
+                1.7, torch.linalg.qr(torch.randn(size, 3)).Q, torch.tensor([2.0, -1.0, -1.5]), bias
+            )
+        )
     for root in roots:
         matrix = written_out(root, groups, size)
         whole = x if last is None else torch.cat([x, last[..., None]], -1)
@@ -113,7 +129,10 @@ def test_roots_map_rows_and_columns_as_their_matrix_does(groups: int, bias: bool
             torch.testing.assert_close(got_last.double(), want[..., -1], rtol=1e-4, atol=1e-4)
         if not bias:
             torch.testing.assert_close(
-                root.left(x.transpose(-1, -2)).double(), want.transpose(-1, -2), rtol=1e-4, atol=1e-4
+                root.left(x.transpose(-1, -2)).double(),
+                want.transpose(-1, -2),
+                rtol=1e-4,
+                atol=1e-4,
             )
         sizes = torch.linalg.eigvalsh(matrix).abs()
         assert root.largest == pytest.approx(float(sizes.max()), rel=1e-4)
@@ -143,10 +162,15 @@ NETWORKS = {
         lambda: torch.randn(12, 2, 6, 6),
     ),
     "conv without bias": (
-        lambda: nn.Sequential(nn.Conv2d(2, 3, 3, bias=False), nn.Flatten(), nn.Linear(12, 4, bias=False)),
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 3, 3, bias=False), nn.Flatten(), nn.Linear(12, 4, bias=False)
+        ),
         lambda: torch.randn(12, 2, 4, 4),
     ),
-    "linear": (lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4)), lambda: torch.randn(12, 5)),
+    "linear": (
+        lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4)),
+        lambda: torch.randn(12, 5),
+    ),
     "tokens": (Tokenwise, lambda: torch.randn(12, 3, 5)),
 }
 
@@ -199,29 +223,48 @@ def test_whitened_probe_gradients_have_covariance_close_to_the_identity() -> Non
     mix_a = torch.randn(inputs, inputs, dtype=torch.float64) * torch.tensor(
         [3, 1, 1, 0.3, 0.1, 0.1], dtype=torch.float64
     )
-    mix_d = torch.randn(outputs, outputs, dtype=torch.float64) * torch.tensor([2, 1, 0.5, 0.1], dtype=torch.float64)
+    mix_d = torch.randn(outputs, outputs, dtype=torch.float64) * torch.tensor(
+        [2, 1, 0.5, 0.1], dtype=torch.float64
+    )
 
     def independent_delta(output: Tensor, probes: Probes, generator: torch.Generator) -> Tensor:
-        return (output * (torch.randn(output.shape, generator=generator, dtype=output.dtype) @ mix_d.T)).sum(1)
+        return (
+            output * (torch.randn(output.shape, generator=generator, dtype=output.dtype) @ mix_d.T)
+        ).sum(1)
 
     many = 20_000
     x = torch.randn(many, inputs, dtype=torch.float64) @ mix_a.T
     geometry = dpkfc.KFC(
-        Fixed(x), factors="AG", damping=damping, stability=0.0, rank=None, loss=independent_delta, chunk=many
+        Fixed(x),
+        factors="AG",
+        damping=damping,
+        stability=0.0,
+        rank=None,
+        loss=independent_delta,
+        chunk=many,
     )
     capture = GradientCapture(model, partition(model))
     geometry.refresh(model, capture, 0)
     capture.remove()
     ((names, rule),) = geometry._maps.items()
-    u_a, u_g = written_out(rule.right_root, 1, inputs + 1)[0], written_out(rule.left_root, 1, outputs)[0]
+    u_a, u_g = (
+        written_out(rule.right_root, 1, inputs + 1)[0],
+        written_out(rule.left_root, 1, outputs)[0],
+    )
     for spectrum, u in zip(geometry._spectra[names], (u_a, u_g), strict=True):
         factor = (spectrum.vectors[0] * spectrum.values[0]) @ spectrum.vectors[0].T
         mu = damping * float(factor.trace()) / len(factor)
         smallest = float(torch.linalg.eigvalsh(factor).min())
-        off = float(torch.linalg.matrix_norm(u @ factor @ u - torch.eye(len(factor), dtype=torch.float64), 2))
+        off = float(
+            torch.linalg.matrix_norm(
+                u @ factor @ u - torch.eye(len(factor), dtype=torch.float64), 2
+            )
+        )
         assert off == pytest.approx(mu / (smallest + mu), rel=1e-6)
 
-    fresh = torch.cat([torch.randn(many, inputs, dtype=torch.float64) @ mix_a.T, torch.ones(many, 1).double()], 1)
+    fresh = torch.cat(
+        [torch.randn(many, inputs, dtype=torch.float64) @ mix_a.T, torch.ones(many, 1).double()], 1
+    )
     delta = torch.randn(many, outputs, dtype=torch.float64) @ mix_d.T
     whitened = torch.einsum("no,nd->nod", delta @ u_g, fresh @ u_a).flatten(1)
     raw = torch.einsum("no,nd->nod", delta, fresh).flatten(1)

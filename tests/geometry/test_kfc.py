@@ -37,8 +37,16 @@ def train(
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(30, 6), torch.randint(3, (30,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    settings = {"noise_multiplier": noise, "delta": 1e-3, "steps": steps, "batch_size": 10, "seed": 1}
-    private = dpkfc.make_private(model, optimizer, data, geometry=geometry, loss=dpkfc.losses.cross_entropy, **settings)
+    settings = {
+        "noise_multiplier": noise,
+        "delta": 1e-3,
+        "steps": steps,
+        "batch_size": 10,
+        "seed": 1,
+    }
+    private = dpkfc.make_private(
+        model, optimizer, data, geometry=geometry, loss=dpkfc.losses.cross_entropy, **settings
+    )
     grads = []
     for x, y in private.loader:
         F.cross_entropy(model(x), y).backward()
@@ -58,7 +66,10 @@ def test_the_maps_are_frozen_between_refreshes(kind: Any) -> None:
     geometry = kind(dpkfc.probes.Tabular(6), every=3)
     steps = []
     refresh = geometry.refresh
-    geometry.refresh = lambda model, capture, step: (steps.append(step), refresh(model, capture, step))
+    geometry.refresh = lambda model, capture, step: (
+        steps.append(step),
+        refresh(model, capture, step),
+    )
     train(mlp(), geometry, steps=8)
     assert steps == [0, 3, 6]
 
@@ -66,7 +77,9 @@ def test_the_maps_are_frozen_between_refreshes(kind: Any) -> None:
 def test_a_map_after_the_noise_is_applied_to_the_noisy_gradient() -> None:
     """Both runs draw the same noise; the second maps what the first releases."""
     options = {"every": 1, "damping": 0.1, "rank": None}
-    plain = train(mlp(), dpkfc.KFC(dpkfc.probes.Tabular(6, std=2.0), **options), steps=1, noise=1.0)[0]
+    plain = train(
+        mlp(), dpkfc.KFC(dpkfc.probes.Tabular(6, std=2.0), **options), steps=1, noise=1.0
+    )[0]
     geometry = dpkfc.KFC(dpkfc.probes.Tabular(6, std=2.0), post=0.5, **options)
     (after,) = train(mlp(), geometry, steps=1, noise=1.0)
     for names, rule in geometry.after_noise().items():
@@ -83,15 +96,27 @@ def test_other_parameters_are_as_large_as_the_mapped_layers() -> None:
     model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3))
     x, y = torch.randn(64, 6), torch.randint(3, (64,))
     for factors in ("A", "AG"):
-        geometry = build(model, dpkfc.KFC(Fixed(x, y), factors=factors, damping=0.01, stability=0.0, chunk=64))
+        geometry = build(
+            model, dpkfc.KFC(Fixed(x, y), factors=factors, damping=0.01, stability=0.0, chunk=64)
+        )
         grads = reference_grads(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, y), 64)
         means = {}
         for names, rule in geometry._maps.items():
-            squares = [sum(g.square().sum() for g in rule.apply([one[name] for name in names])) for one in grads]
-            means[names] = float(torch.stack(squares).mean()), sum(grads[0][name].numel() for name in names)
-        mapped = [means[names] for names, rule in geometry._maps.items() if isinstance(rule, KroneckerMap)]
+            squares = [
+                sum(g.square().sum() for g in rule.apply([one[name] for name in names]))
+                for one in grads
+            ]
+            means[names] = (
+                float(torch.stack(squares).mean()),
+                sum(grads[0][name].numel() for name in names),
+            )
+        mapped = [
+            means[names] for names, rule in geometry._maps.items() if isinstance(rule, KroneckerMap)
+        ]
         target = sum(m for m, _ in mapped) / sum(n for _, n in mapped)
-        others = [means[names] for names, rule in geometry._maps.items() if isinstance(rule, DiagonalMap)]
+        others = [
+            means[names] for names, rule in geometry._maps.items() if isinstance(rule, DiagonalMap)
+        ]
         assert len(others) == 2
         for mean, entries in others:
             assert mean / entries == pytest.approx(target, rel=1e-3)
@@ -106,13 +131,17 @@ def test_adadps_equals_naively_scaled_gradients(case: Case, power: float) -> Non
         case.build().double(),
         *(x.double() if x.is_floating_point() else x for x in (case.inputs(), case.inputs())),
     )
-    geometry = dpkfc.Diagonal(Fixed(probes), damping=0.1, stability=1e-4, power=power, loss=cosine_loss, chunk=3)
+    geometry = dpkfc.Diagonal(
+        Fixed(probes), damping=0.1, stability=1e-4, power=power, loss=cosine_loss, chunk=3
+    )
     private_sum(model, loss_of, inputs, BATCH, 1.0, geometry=geometry)
     of_probes = reference_grads(model, loss_of, probes, BATCH)
     slots = list(geometry._maps)
     grads = reference_grads(model, loss_of, inputs, BATCH)
     for names in slots:
-        moments = {name: torch.stack([one[name] for one in of_probes]).square().mean(0) for name in names}
+        moments = {
+            name: torch.stack([one[name] for one in of_probes]).square().mean(0) for name in names
+        }
         mean = torch.cat([m.flatten() for m in moments.values()]).mean()
         for one in grads:
             for name in names:
@@ -129,7 +158,9 @@ def test_hybrids_take_each_factor_from_its_own_source() -> None:
     torch.manual_seed(0)
     model = nn.Linear(5, 3)
     one, other = torch.randn(40, 5), torch.randn(40, 5) * 7
-    hybrid = build(model, dpkfc.KFC(dpkfc.probes.Hybrid(A=Fixed(one), G=Fixed(other)), factors="AG", rank=None))
+    hybrid = build(
+        model, dpkfc.KFC(dpkfc.probes.Hybrid(A=Fixed(one), G=Fixed(other)), factors="AG", rank=None)
+    )
     only_a = build(model, dpkfc.KFC(Fixed(one), factors="AG", rank=None))
     (mixed,), (alone,) = hybrid._spectra.values(), only_a._spectra.values()
     torch.testing.assert_close(mixed[0].values, alone[0].values)
@@ -140,7 +171,9 @@ def test_the_representation_follows_the_rank() -> None:
     model = nn.Sequential(nn.Linear(300, 40), nn.Linear(40, 3))
     geometry = build(model, dpkfc.KFC(dpkfc.probes.Tabular(300), probes=64, rank=None))
     wide, narrow = (rule.right_root for rule in geometry._maps.values())
-    assert isinstance(wide, LowRank) and wide.rank == 64, "64 vectors span 64 directions: exact at that rank"
+    assert isinstance(wide, LowRank) and wide.rank == 64, (
+        "64 vectors span 64 directions: exact at that rank"
+    )
     assert isinstance(narrow, Full)
     cut = build(model, dpkfc.KFC(dpkfc.probes.Tabular(300), probes=1000, rank=10))
     assert {rule.right_root.rank for rule in cut._maps.values()} == {10}
@@ -184,11 +217,14 @@ def test_layers_that_are_frozen_or_unfrozen_later_are_followed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "outputs"), [("mse", 1), ("bce", 4), ("cross_entropy", 4), (lambda out, probes, g: out.square().sum(1), 2)]
+    ("loss", "outputs"),
+    [("mse", 1), ("bce", 4), ("cross_entropy", 4), (lambda out, probes, g: out.square().sum(1), 2)],
 )
 def test_any_loss(loss: Any, outputs: int) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, outputs))
-    geometry = build(model, dpkfc.KFC(dpkfc.probes.Tabular(6), factors="AG", damping=0.1, loss=loss))
+    geometry = build(
+        model, dpkfc.KFC(dpkfc.probes.Tabular(6), factors="AG", damping=0.1, loss=loss)
+    )
     assert all(rule.left_root is not None for rule in geometry._maps.values())
 
 
@@ -230,18 +266,33 @@ def test_a_probe_of_the_wrong_shape_is_refused_before_anything_is_spent() -> Non
     settings = {"noise_multiplier": 1.0, "delta": 1e-3, "steps": 2, "batch_size": 10}
     settings["loss"] = dpkfc.losses.cross_entropy
     with pytest.raises(dpkfc.PrivacyError, match=r"probe.*\[.*5\]"):
-        dpkfc.make_private(model, optimizer, data, geometry=dpkfc.KFC(dpkfc.probes.Tabular(5)), **settings)
+        dpkfc.make_private(
+            model, optimizer, data, geometry=dpkfc.KFC(dpkfc.probes.Tabular(5)), **settings
+        )
     with pytest.raises(dpkfc.PrivacyError, match="classes"):
-        dpkfc.make_private(model, optimizer, data, geometry=dpkfc.KFC(dpkfc.probes.Tabular(6, classes=4)), **settings)
+        dpkfc.make_private(
+            model,
+            optimizer,
+            data,
+            geometry=dpkfc.KFC(dpkfc.probes.Tabular(6, classes=4)),
+            **settings,
+        )
     nothing_left = train(model, dpkfc.Identity(), steps=1)
     assert nothing_left, "the refused attempts left no hook behind"
 
 
-@pytest.mark.parametrize("build_model", [models.paper_cnn, models.digits_cnn, models.groupnorm_resnet, models.tiny_vit])
-def test_kfc_with_nothing_named_works_for_a_model_that_declares_its_inputs(build_model: Any) -> None:
+@pytest.mark.parametrize(
+    "build_model", [models.paper_cnn, models.digits_cnn, models.groupnorm_resnet, models.tiny_vit]
+)
+def test_kfc_with_nothing_named_works_for_a_model_that_declares_its_inputs(
+    build_model: Any,
+) -> None:
     torch.manual_seed(0)
     model = build_model()
     geometry = build(model, dpkfc.KFC(probes=4))
-    assert isinstance(geometry.probe, dpkfc.probes.PinkNoise) and geometry.probe.shape == model.input_shape
+    assert (
+        isinstance(geometry.probe, dpkfc.probes.PinkNoise)
+        and geometry.probe.shape == model.input_shape
+    )
     covered = {name for names in geometry._maps for name in names}
     assert covered == {name for name, _ in model.named_parameters()}

@@ -25,7 +25,10 @@ GEOMETRIES = {
 # In float64 what remains is the millionth by which every clip is smaller than asked. In float32 the maps enlarge
 # rounding by their condition number, up to 300 here, and norms are raised by what it may come to at worst.
 TOLERANCE = {torch.float64: 3e-6, torch.float32: 4e-4}
-PRECISIONS = [(name, torch.float64) for name in GEOMETRIES] + [("AG", torch.float32), ("A, low rank", torch.float32)]
+PRECISIONS = [(name, torch.float64) for name in GEOMETRIES] + [
+    ("AG", torch.float32),
+    ("A, low rank", torch.float32),
+]
 
 
 def inputs_of(case: Case, dtype: torch.dtype) -> Tensor:
@@ -33,7 +36,9 @@ def inputs_of(case: Case, dtype: torch.dtype) -> Tensor:
     return inputs.to(dtype) if inputs.is_floating_point() else inputs
 
 
-@pytest.mark.parametrize(("kind", "dtype"), PRECISIONS, ids=[f"{name}, {dtype}" for name, dtype in PRECISIONS])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), PRECISIONS, ids=[f"{name}, {dtype}" for name, dtype in PRECISIONS]
+)
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_mapped_clipped_sum_equals_naive(case: Case, kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
@@ -41,7 +46,9 @@ def test_mapped_clipped_sum_equals_naive(case: Case, kind: str, dtype: torch.dty
     settings = {"damping": 0.05, "stability": 1e-4, "chunk": 4, "loss": cosine_loss}
     geometry = dpkfc.KFC(Fixed(probes), **settings, **GEOMETRIES[kind])
     grads = reference_grads(model, loss_of, inputs, BATCH)
-    private_sum(model, loss_of, inputs, BATCH, 1.0, geometry=geometry)  # builds the maps; the weights stay
+    private_sum(
+        model, loss_of, inputs, BATCH, 1.0, geometry=geometry
+    )  # builds the maps; the weights stay
     want_grads = mapped(geometry, model, grads)
     norms = reference_norms(want_grads)
     clip = float(norms.median())
@@ -51,7 +58,10 @@ def test_mapped_clipped_sum_equals_naive(case: Case, kind: str, dtype: torch.dty
         got = private_sum(model, loss_of, inputs, BATCH, clip, chunk, geometry)
         for name in want:
             error = (got[name].double() - want[name]).norm()
-            assert error < TOLERANCE[dtype] * max(float(want[name].norm()), 1e-2 * float(scale)), (name, chunk)
+            assert error < TOLERANCE[dtype] * max(float(want[name].norm()), 1e-2 * float(scale)), (
+                name,
+                chunk,
+            )
 
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)

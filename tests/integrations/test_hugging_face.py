@@ -11,12 +11,24 @@ from naive import mapped
 from torch import Tensor, nn
 
 import dpkfc
-from oracle import captured_norms, private_sum, reference_grads, reference_norms, reference_sum, relative_error
+from oracle import (
+    captured_norms,
+    private_sum,
+    reference_grads,
+    reference_norms,
+    reference_sum,
+    relative_error,
+)
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 BATCH, LENGTH, VOCABULARY = 5, 9, 50
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+}
 
 
 def bert() -> nn.Module:
@@ -57,7 +69,9 @@ def gpt2() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    config = transformers.LlamaConfig(**SIZES, vocab_size=VOCABULARY, num_key_value_heads=1, max_position_embeddings=16)
+    config = transformers.LlamaConfig(
+        **SIZES, vocab_size=VOCABULARY, num_key_value_heads=1, max_position_embeddings=16
+    )
     return transformers.LlamaForCausalLM(config)
 
 
@@ -75,11 +89,15 @@ def vit() -> nn.Module:
 
 
 def lora() -> nn.Module:
-    config = peft.LoraConfig(r=2, target_modules=["c_attn", "c_proj"], lora_dropout=0.0, fan_in_fan_out=True)
+    config = peft.LoraConfig(
+        r=2, target_modules=["c_attn", "c_proj"], lora_dropout=0.0, fan_in_fan_out=True
+    )
     model = peft.get_peft_model(gpt2(), config)
     for name, p in model.named_parameters():
         if "lora_B" in name:
-            nn.init.normal_(p, std=0.1)  # zero at the start, which would make half of the gradients zero
+            nn.init.normal_(
+                p, std=0.1
+            )  # zero at the start, which would make half of the gradients zero
     return model
 
 
@@ -102,7 +120,9 @@ def classify(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def predict_tokens(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Masked token loss, averaged within each record first."""
     inputs = {k: v for k, v in batch.items() if k != "target"}
-    losses = F.cross_entropy(model(**inputs).logits.transpose(1, 2), batch["target"], reduction="none")
+    losses = F.cross_entropy(
+        model(**inputs).logits.transpose(1, 2), batch["target"], reduction="none"
+    )
     return dpkfc.losses.mean_over_records(losses, batch["attention_mask"])
 
 
@@ -121,7 +141,9 @@ def make(name: str) -> tuple[nn.Module, dict[str, Tensor], Any]:
     build, inputs, loss = CASES[name]
     model, batch = build().train(), inputs()
     batch["target"] = (
-        torch.randint(VOCABULARY, (BATCH, LENGTH)) if loss is predict_tokens else torch.randint(3, (BATCH,))
+        torch.randint(VOCABULARY, (BATCH, LENGTH))
+        if loss is predict_tokens
+        else torch.randint(3, (BATCH,))
     )
     return model, batch, loss
 
@@ -131,7 +153,9 @@ def test_full_fine_tuning_equals_one_pass_a_sample(name: str) -> None:
     model, batch, loss = make(name)
     grads = reference_grads(model, loss, batch, BATCH)
     norms = reference_norms(grads)
-    torch.testing.assert_close(captured_norms(model, loss, batch, BATCH).double(), norms, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        captured_norms(model, loss, batch, BATCH).double(), norms, rtol=1e-5, atol=0
+    )
 
     clip = float(norms.median())
     got = private_sum(model, loss, batch, BATCH, clip, chunk=3)
@@ -140,12 +164,19 @@ def test_full_fine_tuning_equals_one_pass_a_sample(name: str) -> None:
             assert relative_error(got[key], want) < 5e-5, key
 
 
-@pytest.mark.parametrize("options", [{"factors": "AG", "damping": 0.1}, {"rank": 3}], ids=["AG", "low rank"])
+@pytest.mark.parametrize(
+    "options", [{"factors": "AG", "damping": 0.1}, {"rank": 3}], ids=["AG", "low rank"]
+)
 @pytest.mark.parametrize("name", CASES)
-def test_an_inferred_geometry_equals_naively_mapped_gradients(name: str, options: dict[str, Any]) -> None:
+def test_an_inferred_geometry_equals_naively_mapped_gradients(
+    name: str, options: dict[str, Any]
+) -> None:
     """`KFC()` reads the probe off the model's config; the map is then that of each layer, Conv1D and LoRA included."""
     model, batch, loss = make(name)
-    model, batch = model.double(), {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    model, batch = (
+        model.double(),
+        {k: v.double() if v.is_floating_point() else v for k, v in batch.items()},
+    )
     grads = reference_grads(model, loss, batch, BATCH)
     geometry = dpkfc.KFC(**options, probes=16)
     private_sum(model, loss, batch, BATCH, 1.0, geometry=geometry)
@@ -173,7 +204,10 @@ def test_a_loss_averaged_over_all_tokens_of_the_batch_is_refused(name: str) -> N
     """Hugging Face's own loss divides by the tokens of all records: one record's length would weigh on the others."""
     model, batch, _ = make(name)
     labels = batch["target"].masked_fill(batch["attention_mask"] == 0, -100)
-    records = [{**{k: v[i] for k, v in batch.items() if k != "target"}, "labels": labels[i]} for i in range(BATCH)]
+    records = [
+        {**{k: v[i] for k, v in batch.items() if k != "target"}, "labels": labels[i]}
+        for i in range(BATCH)
+    ]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 1, "batch_size": BATCH}
     with pytest.raises(dpkfc.PrivacyError, match="mixes the records|mean_over_records"):

@@ -68,7 +68,9 @@ def test_published_errors(setting: tuple[float, float], n: int) -> None:
     sensitivity = form.sensitivity(n, participation)
     assert sensitivity.exact
     assert sensitivity.value == pytest.approx(participation.times**0.5)
-    assert sensitivity.value * form.error(workload, n) == pytest.approx(GOLDEN[setting][n // 200], rel=1e-3)
+    assert sensitivity.value * form.error(workload, n) == pytest.approx(
+        GOLDEN[setting][n // 200], rel=1e-3
+    )
 
 
 def test_published_error_with_all_bands() -> None:
@@ -90,11 +92,15 @@ def test_columns_have_norm_one_and_p_bands(name: str, bands: int) -> None:
 
 
 @pytest.mark.parametrize("bands", [4, 16])
-@pytest.mark.parametrize("name", [name for name, workload in WORKLOADS.items() if workload.numerator])
+@pytest.mark.parametrize(
+    "name", [name for name, workload in WORKLOADS.items() if workload.numerator]
+)
 def test_better_than_the_best_toeplitz_matrix(name: str, bands: int) -> None:
     workload, n = WORKLOADS[name], 90
     toeplitz = BandedToeplitz(bands).factorize(workload, n, bands)
-    assert banded(workload, n, bands).error(workload, n) < toeplitz.column_norm(n) * toeplitz.error(workload, n)
+    assert banded(workload, n, bands).error(workload, n) < toeplitz.column_norm(n) * toeplitz.error(
+        workload, n
+    )
 
 
 @pytest.mark.parametrize("bands", [3, 16, 40, 90])
@@ -106,7 +112,9 @@ def test_no_matrix_is_better(name: str, bands: int) -> None:
     reached, bound = duality(workload.materialize(n), best.materialize(n), bands)
     assert bound < reached * (1 + 1e-6)
     assert reached == pytest.approx(bound, rel=1e-3)
-    assert banded(workload, n, bands).error(workload, n) == pytest.approx(best.error(workload, n), rel=2e-4)
+    assert banded(workload, n, bands).error(workload, n) == pytest.approx(
+        best.error(workload, n), rel=2e-4
+    )
 
 
 @pytest.mark.parametrize("setting", GOLDEN)
@@ -140,7 +148,9 @@ def test_error_and_gradient_equal_the_dense_formula(name: str, bands: int) -> No
     squares, gradient = squared_error(WORKLOADS[name], n, bands)(diagonals)
     assert squares == pytest.approx(np.square(b).sum(), rel=1e-9)
     for j in range(bands):
-        np.testing.assert_allclose(gradient[j, : n - j], np.diag(slopes, -j), rtol=1e-6, atol=1e-8 * abs(slopes).max())
+        np.testing.assert_allclose(
+            gradient[j, : n - j], np.diag(slopes, -j), rtol=1e-6, atol=1e-8 * abs(slopes).max()
+        )
         assert not gradient[j, n - j :].any()
 
 

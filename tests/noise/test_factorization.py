@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from dpkfc.errors import PrivacyError
-from dpkfc.noise.factorization import IDENTITY, BandedMatrix, Buffered, Factorization, InverseToeplitz, Toeplitz
+from dpkfc.noise.factorization import (
+    IDENTITY,
+    BandedMatrix,
+    Buffered,
+    Factorization,
+    InverseToeplitz,
+    Toeplitz,
+)
 from dpkfc.noise.sensitivity import Participation
 from dpkfc.noise.workload import Workload
 
@@ -27,11 +34,18 @@ def normalised(c: list[float]) -> np.ndarray:
 
 
 def buffered(weights: list[float], poles: list[float]) -> np.ndarray:
-    c = [1.0] + [sum(w * p ** (k - 1) for w, p in zip(weights, poles, strict=True)) for k in range(1, N)]
+    c = [1.0] + [
+        sum(w * p ** (k - 1) for w, p in zip(weights, poles, strict=True)) for k in range(1, N)
+    ]
     return toeplitz(c)
 
 
-FALLING, RISING, SIGNED, LONG = [1.0, 0.8, 0.5, 0.3], [0.5, 1.0, 0.7], [2.0, -1.0, 0.5, 0.2], [0.9**k for k in range(N)]
+FALLING, RISING, SIGNED, LONG = (
+    [1.0, 0.8, 0.5, 0.3],
+    [0.5, 1.0, 0.7],
+    [2.0, -1.0, 0.5, 0.2],
+    [0.9**k for k in range(N)],
+)
 DIAGONALS = np.vstack([RNG.uniform(0.5, 2, size=N), RNG.normal(size=(3, N))])
 SHORT_D, LONG_D = [1.0, -0.5, -0.2], [1.0, -0.4, -0.1, 0.2, -0.05, -0.02]
 FORMS: dict[str, tuple[Factorization, np.ndarray]] = {
@@ -48,7 +62,10 @@ FORMS: dict[str, tuple[Factorization, np.ndarray]] = {
     "inverse, long": (InverseToeplitz("", tuple(LONG_D)), np.linalg.inv(toeplitz(LONG_D))),
     "inverse, scaled": (InverseToeplitz("", (0.5, -0.3)), np.linalg.inv(toeplitz([0.5, -0.3]))),
     "buffered, 1": (Buffered("", (0.4,), (0.9,)), buffered([0.4], [0.9])),
-    "buffered, 3": (Buffered("", (0.4, 0.2, 0.1), (0.9, 0.5, 0.99)), buffered([0.4, 0.2, 0.1], [0.9, 0.5, 0.99])),
+    "buffered, 3": (
+        Buffered("", (0.4, 0.2, 0.1), (0.9, 0.5, 0.99)),
+        buffered([0.4, 0.2, 0.1], [0.9, 0.5, 0.99]),
+    ),
     "buffered, signed": (Buffered("", (0.2, -0.4), (0.9, 0.5)), buffered([0.2, -0.4], [0.9, 0.5])),
     "matrix": (
         BandedMatrix("", DIAGONALS),
@@ -91,13 +108,19 @@ def test_error(form: Factorization, dense: np.ndarray, workload: Workload) -> No
 @forms
 @steps
 def test_column_norm(form: Factorization, dense: np.ndarray, n: int) -> None:
-    assert form.column_norm(n) == pytest.approx(np.linalg.norm(dense[:n, :n], axis=0).max(), rel=1e-10)
+    assert form.column_norm(n) == pytest.approx(
+        np.linalg.norm(dense[:n, :n], axis=0).max(), rel=1e-10
+    )
 
 
 def patterns(n: int, b: int, k: int) -> list[tuple[int, ...]]:
     """All sets of at most k of n steps that are at least b apart."""
     sets = (pattern for size in range(1, min(k, n) + 1) for pattern in combinations(range(n), size))
-    return [pattern for pattern in sets if all(later - earlier >= b for earlier, later in pairwise(pattern))]
+    return [
+        pattern
+        for pattern in sets
+        if all(later - earlier >= b for earlier, later in pairwise(pattern))
+    ]
 
 
 def brute_force(c: np.ndarray, b: int, k: int) -> tuple[float, float]:
@@ -125,11 +148,17 @@ def test_sensitivity(form: Factorization, dense: np.ndarray, n: int) -> None:
 
 @forms
 @pytest.mark.parametrize(("b", "k"), [(4, 3), (5, 2), (12, 1)])
-def test_sensitivity_of_the_whole_run(form: Factorization, dense: np.ndarray, b: int, k: int) -> None:
+def test_sensitivity_of_the_whole_run(
+    form: Factorization, dense: np.ndarray, b: int, k: int
+) -> None:
     """It is exact for bands that do not overlap, and for c ≥ 0 that does not increase."""
     attained, bound = brute_force(dense, b, k)
     found = form.sensitivity(N, Participation(b, k))
-    falling = np.allclose(dense[1:, 1:], dense[:-1, :-1]) and (np.diff(dense[:, 0]) <= 0).all() and (dense >= 0).all()
+    falling = (
+        np.allclose(dense[1:, 1:], dense[:-1, :-1])
+        and (np.diff(dense[:, 0]) <= 0).all()
+        and (dense >= 0).all()
+    )
     apart = form.bands is not None and form.bands <= b
     assert found.exact or not (falling or apart)
     assert found.value >= bound * (1 - 1e-10)
@@ -137,7 +166,9 @@ def test_sensitivity_of_the_whole_run(form: Factorization, dense: np.ndarray, b:
         assert found.value == pytest.approx(attained, rel=1e-10)
 
 
-@pytest.mark.parametrize("name", ["Toeplitz, rising", "Toeplitz, signed", "inverse, long", "buffered, signed"])
+@pytest.mark.parametrize(
+    "name", ["Toeplitz, rising", "Toeplitz, signed", "inverse, long", "buffered, signed"]
+)
 @pytest.mark.parametrize(("b", "k"), [(1, 8), (1, 2), (2, 3), (3, 2)])
 def test_the_tighter_of_two_bounds_counts(name: str, b: int, k: int) -> None:
     """Of the non-increasing envelope of |c|, and of the rows of |CᵀC| taken one by one."""
@@ -145,7 +176,9 @@ def test_the_tighter_of_two_bounds_counts(name: str, b: int, k: int) -> None:
     c = np.abs(dense[:n, 0])
     envelope = toeplitz([c[j:].max() for j in range(n)])[:n, :n]
     gram, sets = np.abs(dense[:n, :n].T @ dense[:n, :n]), patterns(n, b, k)
-    rows = np.array([max(gram[s, list(pattern)].sum() for pattern in sets if s in pattern) for s in range(n)])
+    rows = np.array(
+        [max(gram[s, list(pattern)].sum() for pattern in sets if s in pattern) for s in range(n)]
+    )
     one_by_one = max(rows[list(pattern)].sum() for pattern in sets) ** 0.5
     found = form.sensitivity(n, Participation(b, k))
     assert found.value <= min(brute_force(envelope, b, k)[0], one_by_one) * (1 + 1e-10)
@@ -156,7 +189,9 @@ def test_normalising_costs_no_sensitivity_and_lowers_the_error(name: str) -> Non
     form, dense = FORMS[name]
     plain = Toeplitz("", form.c)  # type: ignore[attr-defined]
     np.testing.assert_allclose(np.linalg.norm(dense, axis=0), np.linalg.norm(plain.c), rtol=1e-12)
-    assert form.sensitivity(N, Participation(4, 3)).value == pytest.approx(3**0.5 * np.linalg.norm(plain.c))
+    assert form.sensitivity(N, Participation(4, 3)).value == pytest.approx(
+        3**0.5 * np.linalg.norm(plain.c)
+    )
     assert form.error(WORKLOADS["plain"], N) < plain.error(WORKLOADS["plain"], N)
 
 
@@ -186,7 +221,9 @@ def test_other_forms_have_no_end(name: str) -> None:
 
 @forms
 @steps
-def test_non_negative_means_no_negative_entry(form: Factorization, dense: np.ndarray, n: int) -> None:
+def test_non_negative_means_no_negative_entry(
+    form: Factorization, dense: np.ndarray, n: int
+) -> None:
     assert not form.non_negative(n) or dense[:n, :n].min() >= 0
     if n == N:
         assert form.non_negative(n) == (dense.min() >= 0)

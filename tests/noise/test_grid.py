@@ -16,7 +16,9 @@ from dpkfc.random import add_normal_, first_key
 
 
 @given(noise=st.floats(1e-12, 1e12), steps=st.integers(1, 10**7))
-def test_the_spacing_is_the_largest_power_of_two_below_the_fraction(noise: float, steps: int) -> None:
+def test_the_spacing_is_the_largest_power_of_two_below_the_fraction(
+    noise: float, steps: int
+) -> None:
     grid = spacing(noise, steps)
     limit = noise * FRACTION / math.sqrt(min(steps, MOST_STEPS))
     assert math.frexp(grid)[0] == 0.5
@@ -35,7 +37,9 @@ def test_without_noise_there_is_no_grid() -> None:
     exponent=st.integers(-20, 3),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def test_every_value_goes_to_the_nearest_multiple(values: list[float], exponent: int, dtype: torch.dtype) -> None:
+def test_every_value_goes_to_the_nearest_multiple(
+    values: list[float], exponent: int, dtype: torch.dtype
+) -> None:
     grid = 2.0**exponent
     x = torch.tensor(values, dtype=dtype)
     round_to_grid_([x], grid)
@@ -53,7 +57,9 @@ def test_the_probability_of_each_cell_is_that_of_the_gaussian(shift: float) -> N
     add_normal_([values], first_key(11), 1.0)
     round_to_grid_([values], grid)
     cells = torch.arange(math.ceil((shift - 2) / grid), math.floor((shift + 2) / grid))
-    counts = torch.bincount((values / grid).round().long() - int(cells[0]) + 10**6)[10**6 : 10**6 + len(cells)]
+    counts = torch.bincount((values / grid).round().long() - int(cells[0]) + 10**6)[
+        10**6 : 10**6 + len(cells)
+    ]
     edges = (torch.cat([cells - 0.5, cells[-1:] + 0.5]).double() * grid - shift).numpy()
     expected = (stats.norm.cdf(edges[1:]) - stats.norm.cdf(edges[:-1])) * draws
     statistic = float((((counts.double().numpy() - expected) ** 2) / expected).sum())

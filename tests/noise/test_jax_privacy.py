@@ -9,11 +9,34 @@ import numpy as np
 import pytest
 import torch
 from jax.extend import backend
-from jax_privacy.matrix_factorization import banded, buffered_toeplitz, sensitivity, streaming_matrix, toeplitz
+from jax_privacy.matrix_factorization import (
+    banded,
+    buffered_toeplitz,
+    sensitivity,
+    streaming_matrix,
+    toeplitz,
+)
 
-from dpkfc.noise.factorization import BandedMatrix, Buffered, Factorization, InverseToeplitz, Toeplitz
-from dpkfc.noise.sensitivity import Participation, heaviest_pattern, of_columns, of_gram, of_toeplitz
-from dpkfc.noise.toeplitz import BandedSquareRoot, BandedToeplitz, BufferedToeplitz, InverseSquareRoot
+from dpkfc.noise.factorization import (
+    BandedMatrix,
+    Buffered,
+    Factorization,
+    InverseToeplitz,
+    Toeplitz,
+)
+from dpkfc.noise.sensitivity import (
+    Participation,
+    heaviest_pattern,
+    of_columns,
+    of_gram,
+    of_toeplitz,
+)
+from dpkfc.noise.toeplitz import (
+    BandedSquareRoot,
+    BandedToeplitz,
+    BufferedToeplitz,
+    InverseSquareRoot,
+)
 from dpkfc.noise.workload import Workload
 from dpkfc.random import add_normal_, first_key
 
@@ -47,30 +70,43 @@ def falling(n: int, seed: int) -> np.ndarray:
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_workloads(momentum: float, scheduled: bool) -> None:
     rates = 1 / (1 + np.arange(N)) if scheduled else None
-    theirs = streaming_matrix.momentum_sgd_matrix(momentum, None if rates is None else jax.numpy.array(rates))
+    theirs = streaming_matrix.momentum_sgd_matrix(
+        momentum, None if rates is None else jax.numpy.array(rates)
+    )
     ours = Workload.sgd(momentum, lr_schedule=None if rates is None else rates.tolist())
     np.testing.assert_allclose(ours.materialize(N), theirs.materialize(N), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("workload", [Workload.sgd(), Workload.sgd(0.9, 0.01)], ids=["sums", "momentum and decay"])
+@pytest.mark.parametrize(
+    "workload", [Workload.sgd(), Workload.sgd(0.9, 0.01)], ids=["sums", "momentum and decay"]
+)
 @pytest.mark.parametrize("bands", [8, N])
 def test_errors_of_toeplitz_matrices(workload: Workload, bands: int) -> None:
     """Theirs is squared, and for each step."""
     c, a = falling(bands, bands), jax.numpy.array(workload.coefficients(N))
     theirs = toeplitz.per_query_error(strategy_coef=jax.numpy.array(c), n=N, workload_coef=a)
-    assert Toeplitz("", tuple(c)).error(workload, N) == pytest.approx(float(theirs.mean()) ** 0.5, rel=1e-10)
+    assert Toeplitz("", tuple(c)).error(workload, N) == pytest.approx(
+        float(theirs.mean()) ** 0.5, rel=1e-10
+    )
     d = np.concatenate([[1.0], -falling(bands, bands) / bands])
     padded = jax.numpy.array(np.pad(d, (0, max(0, N - len(d))))[:N])
     theirs = toeplitz.per_query_error(noising_coef=padded, n=N, workload_coef=a)
-    assert InverseToeplitz("", tuple(d)).error(workload, N) == pytest.approx(float(theirs.mean()) ** 0.5, rel=1e-10)
+    assert InverseToeplitz("", tuple(d)).error(workload, N) == pytest.approx(
+        float(theirs.mean()) ** 0.5, rel=1e-10
+    )
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_errors_of_column_normalised_matrices(momentum: float) -> None:
     """Theirs has columns of norm 1, ours of norm ‖c‖."""
     c = falling(8, 0)
-    ours, theirs = Toeplitz("", tuple(c), N), banded.ColumnNormalizedBanded.from_banded_toeplitz(N, jax.numpy.array(c))
-    np.testing.assert_allclose(ours.materialize(N) / np.linalg.norm(c), theirs.materialize(), rtol=1e-10, atol=1e-14)
+    ours, theirs = (
+        Toeplitz("", tuple(c), N),
+        banded.ColumnNormalizedBanded.from_banded_toeplitz(N, jax.numpy.array(c)),
+    )
+    np.testing.assert_allclose(
+        ours.materialize(N) / np.linalg.norm(c), theirs.materialize(), rtol=1e-10, atol=1e-14
+    )
     error = banded.per_query_error(theirs, A=streaming_matrix.momentum_sgd_matrix(momentum))
     want = float(error.mean()) ** 0.5 / np.linalg.norm(c)
     assert ours.error(Workload.sgd(momentum), N) == pytest.approx(want, rel=1e-10)
@@ -116,7 +152,10 @@ def test_sensitivities(b: int, k: int) -> None:
     theirs = float(sensitivity.max_participation_for_linear_fn(jax.numpy.array(weights), b, k))
     assert heaviest_pattern(weights, who) == pytest.approx(theirs, rel=1e-12)
 
-    for matrix in (full, narrow):  # ours keeps every row's own step in its pattern, so it may be tighter
+    for matrix in (
+        full,
+        narrow,
+    ):  # ours keeps every row's own step in its pattern, so it may be tighter
         theirs = sensitivity.get_min_sep_sensitivity_upper_bound(jax.numpy.array(matrix), b, k)
         assert of_gram(matrix, who).value <= theirs * (1 + 1e-12)
     assert of_gram(narrow, who).value == pytest.approx(columns.value, rel=1e-12)
@@ -133,11 +172,17 @@ BLT = {"one": ([0.4], [0.9]), "three": ([0.1, 0.2, 0.3], [0.999, 0.9, 0.3])}
 def test_buffered_matrices(weights: list[float], poles: list[float], b: int, k: int) -> None:
     theirs = buffered_toeplitz.BufferedToeplitz.build(buf_decay=poles, output_scale=weights)
     ours = Buffered("", tuple(weights), tuple(poles))
-    loss = buffered_toeplitz.LossFn.build_min_sep(n=N, error="mean", min_sep=b, max_participations=k)
+    loss = buffered_toeplitz.LossFn.build_min_sep(
+        n=N, error="mean", min_sep=b, max_participations=k
+    )
     np.testing.assert_allclose(ours.coefficients(N), theirs.toeplitz_coefs(N), rtol=1e-11)
     found = ours.sensitivity(N, Participation(b, k))
-    assert found.exact and found.value == pytest.approx(float(loss.sensitivity_squared(theirs)) ** 0.5, rel=1e-11)
-    assert ours.error(Workload.sgd(), N) == pytest.approx(float(loss.error_for_inv(theirs.inverse())) ** 0.5, rel=1e-9)
+    assert found.exact and found.value == pytest.approx(
+        float(loss.sensitivity_squared(theirs)) ** 0.5, rel=1e-11
+    )
+    assert ours.error(Workload.sgd(), N) == pytest.approx(
+        float(loss.error_for_inv(theirs.inverse())) ** 0.5, rel=1e-9
+    )
     assert ours.column_norm(N) == pytest.approx(
         float(buffered_toeplitz.sensitivity_squared(theirs, N)) ** 0.5, rel=1e-11
     )
@@ -167,10 +212,15 @@ def test_the_optimal_buffered_matrix_has_no_slope() -> None:
     form = BufferedToeplitz(2).factorize(Workload.sgd(), n, b)
 
     def loss(x: jax.Array) -> jax.Array:
-        blt = buffered_toeplitz.BufferedToeplitz(output_scale=jax.numpy.exp(x[0]), buf_decay=1 - jax.numpy.exp(x[1]))
+        blt = buffered_toeplitz.BufferedToeplitz(
+            output_scale=jax.numpy.exp(x[0]), buf_decay=1 - jax.numpy.exp(x[1])
+        )
         c = blt.toeplitz_coefs(n)
         error = toeplitz.per_query_error(strategy_coef=c, n=n, skip_checks=True).mean()
-        return jax.numpy.log(error * toeplitz.minsep_sensitivity_squared(c, b, n=n, skip_checks=True)) / 2
+        return (
+            jax.numpy.log(error * toeplitz.minsep_sensitivity_squared(c, b, n=n, skip_checks=True))
+            / 2
+        )
 
     assert isinstance(form, Buffered)
     x = jax.numpy.log(jax.numpy.array([form.weights, 1 - np.array(form.poles)]))
@@ -204,12 +254,18 @@ def test_streams(name: str) -> None:
     """Their streaming multiplication by C⁻¹, of the same z."""
     size, form = 50, STREAMS[name]
     if isinstance(form, Toeplitz):
-        theirs = toeplitz.inverse_as_streaming_matrix(jax.numpy.array(form.c), column_normalize_for_n=form.steps)
+        theirs = toeplitz.inverse_as_streaming_matrix(
+            jax.numpy.array(form.c), column_normalize_for_n=form.steps
+        )
     elif isinstance(form, Buffered):
-        blt = buffered_toeplitz.BufferedToeplitz.build(buf_decay=form.poles, output_scale=form.weights)
+        blt = buffered_toeplitz.BufferedToeplitz.build(
+            buf_decay=form.poles, output_scale=form.weights
+        )
         theirs = blt.inverse_as_streaming_matrix()
     else:
-        theirs = banded.ColumnNormalizedBanded(params=jax.numpy.ones((N, 4))).inverse_as_streaming_matrix()
+        theirs = banded.ColumnNormalizedBanded(
+            params=jax.numpy.ones((N, 4))
+        ).inverse_as_streaming_matrix()
     want = np.asarray(theirs @ jax.numpy.array(normals(size)))
     stream = form.stream(size)
     for step in range(N):

@@ -11,7 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dpkfc.errors import PrivacyError
-from dpkfc.noise.sensitivity import Participation, heaviest_pattern, of_columns, of_gram, of_toeplitz
+from dpkfc.noise.sensitivity import (
+    Participation,
+    heaviest_pattern,
+    of_columns,
+    of_gram,
+    of_toeplitz,
+)
 
 CLOSE = 1e-9  # relative
 
@@ -44,7 +50,10 @@ def random_vectors(c: np.ndarray, b: int, k: int, rng: np.random.Generator) -> f
     best = 0.0
     for steps in patterns(len(c), b, k):
         v = rng.normal(size=(len(steps), 3))
-        best = max(best, float(np.linalg.norm(c[:, steps] @ (v / np.linalg.norm(v, axis=1, keepdims=True)))))
+        best = max(
+            best,
+            float(np.linalg.norm(c[:, steps] @ (v / np.linalg.norm(v, axis=1, keepdims=True)))),
+        )
     return best
 
 
@@ -71,14 +80,20 @@ def test_toeplitz_is_exact_if_c_does_not_increase(c: list[float], b: int, k: int
     falling = np.sort(c)[::-1]
     found = of_toeplitz(falling, Participation(b, k))
     assert found.exact
-    assert found.value == pytest.approx(attained(lower_toeplitz(falling), b, k), rel=CLOSE, abs=1e-150)
+    assert found.value == pytest.approx(
+        attained(lower_toeplitz(falling), b, k), rel=CLOSE, abs=1e-150
+    )
 
 
 @pytest.mark.parametrize(("n", "b", "k"), GRID)
-@pytest.mark.parametrize("c", [[1.0] * 8, [1.0] + [0.0] * 7, 0.7 ** np.arange(8)], ids=["flat", "impulse", "geometric"])
+@pytest.mark.parametrize(
+    "c", [[1.0] * 8, [1.0] + [0.0] * 7, 0.7 ** np.arange(8)], ids=["flat", "impulse", "geometric"]
+)
 def test_toeplitz_is_exact_on_a_grid(c: list[float], n: int, b: int, k: int) -> None:
     found = of_toeplitz(np.array(c[:n]), Participation(b, k))
-    assert found.exact and found.value == pytest.approx(attained(lower_toeplitz(np.array(c[:n])), b, k), rel=CLOSE)
+    assert found.exact and found.value == pytest.approx(
+        attained(lower_toeplitz(np.array(c[:n])), b, k), rel=CLOSE
+    )
 
 
 @given(st.lists(st.floats(-1, 1), min_size=1, max_size=9), SEPARATIONS, TIMES, SEEDS)
@@ -104,7 +119,9 @@ def test_toeplitz_does_not_claim_what_it_does_not_know(c: list[float]) -> None:
 
 @given(st.integers(1, 9), SEPARATIONS, TIMES, SEEDS, st.data())
 @FEW
-def test_columns_are_exact_if_bands_do_not_overlap(n: int, b: int, k: int, seed: int, data: st.DataObject) -> None:
+def test_columns_are_exact_if_bands_do_not_overlap(
+    n: int, b: int, k: int, seed: int, data: st.DataObject
+) -> None:
     bands = data.draw(st.integers(1, b))
     c = random_banded(n, bands, seed)
     found = of_columns(np.linalg.norm(c, axis=0), bands, Participation(b, k))
@@ -131,7 +148,14 @@ def test_columns_know_nothing_of_overlapping_bands() -> None:
 # Any matrix
 
 
-@given(st.integers(1, 9), st.integers(1, 9), SEPARATIONS, TIMES, SEEDS, st.sampled_from([-1.0, -0.2, 0.0]))
+@given(
+    st.integers(1, 9),
+    st.integers(1, 9),
+    SEPARATIONS,
+    TIMES,
+    SEEDS,
+    st.sampled_from([-1.0, -0.2, 0.0]),
+)
 @FEW
 def test_gram_bounds_any_matrix(n: int, bands: int, b: int, k: int, seed: int, low: float) -> None:
     c = random_banded(n, bands, seed, low)
@@ -180,7 +204,11 @@ def test_heaviest_pattern(weights: list[float], b: int, k: int) -> None:
 
 @pytest.mark.parametrize(("n", "b", "k"), GRID)
 def test_heaviest_pattern_on_a_grid(n: int, b: int, k: int) -> None:
-    for w in (np.arange(1.0, n + 1), np.arange(n, 0.0, -1), np.random.default_rng(n).permutation(n) + 1.0):
+    for w in (
+        np.arange(1.0, n + 1),
+        np.arange(n, 0.0, -1),
+        np.random.default_rng(n).permutation(n) + 1.0,
+    ):
         want = max(w[steps].sum() for steps in patterns(n, b, k))
         assert heaviest_pattern(w, Participation(b, k)) == pytest.approx(want, rel=CLOSE)
 
@@ -204,10 +232,14 @@ def test_participation(n: int, b: int, k: int) -> None:
     most = max(len(steps) for steps in patterns(n, b, n))
     assert Participation.every(b, n) == Participation(b, most)
     assert Participation(b, k).within(n) == Participation(b, min(k, most))
-    assert list(patterns(n, Participation.once(n).separation, Participation.once(n).times)) == [[t] for t in range(n)]
+    assert list(patterns(n, Participation.once(n).separation, Participation.once(n).times)) == [
+        [t] for t in range(n)
+    ]
 
 
 @pytest.mark.parametrize(("separation", "times"), [(0, 1), (1, 0), (-1, 2)])
 def test_bad_participation(separation: int, times: int) -> None:
-    with pytest.raises(PrivacyError, match=f"separation={separation}, times={times}.*must be at least 1"):
+    with pytest.raises(
+        PrivacyError, match=f"separation={separation}, times={times}.*must be at least 1"
+    ):
         Participation(separation, times)

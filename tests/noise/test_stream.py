@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from dpkfc.errors import PrivacyError
-from dpkfc.noise.factorization import IDENTITY, BandedMatrix, Buffered, Factorization, InverseToeplitz, Toeplitz
+from dpkfc.noise.factorization import (
+    IDENTITY,
+    BandedMatrix,
+    Buffered,
+    Factorization,
+    InverseToeplitz,
+    Toeplitz,
+)
 from dpkfc.noise.stream import Regenerated, Ring, Stream
 from dpkfc.random import LANE, add_normal_, first_key
 
@@ -46,7 +53,10 @@ def all_forms(n: int) -> dict[str, tuple[Factorization, np.ndarray]]:
         "normalised": (Toeplitz("", tuple(c), n), normalised),
         "inverse, regenerated": (InverseToeplitz("", tuple(d)), np.linalg.inv(toeplitz(d, n))),
         "inverse, one band": (InverseToeplitz("", (0.5,)), 2 * np.eye(n)),
-        "inverse, in a ring": (InverseToeplitz("", tuple(long_d)), np.linalg.inv(toeplitz(long_d, n))),
+        "inverse, in a ring": (
+            InverseToeplitz("", tuple(long_d)),
+            np.linalg.inv(toeplitz(long_d, n)),
+        ),
         "buffered": (Buffered("", (0.4, 0.2), (0.99, 0.5)), buffered),
         "matrix": (BandedMatrix("", diagonals), matrix),
     }
@@ -101,7 +111,9 @@ def test_the_stream_is_the_inverse_times_z(
         stream.add_(sums, key(step), scale, step)
         added = [(tensor.double() - i).flatten() for i, tensor in enumerate(sums)]
         assert [tensor.dtype for tensor in sums] == [dtype] * len(shapes)
-        np.testing.assert_allclose(torch.cat(added).numpy(), scale * want[step], rtol=0, atol=4e-6 * scale)
+        np.testing.assert_allclose(
+            torch.cat(added).numpy(), scale * want[step], rtol=0, atol=4e-6 * scale
+        )
 
 
 @pytest.mark.parametrize("name", WITH_BUFFERS)
@@ -136,7 +148,9 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
 
 @forms
 @pytest.mark.parametrize("at", [0, 1, 2, 7])
-def test_a_stream_continues_from_its_state_to_the_bit(form: Factorization, dense: np.ndarray, at: int) -> None:
+def test_a_stream_continues_from_its_state_to_the_bit(
+    form: Factorization, dense: np.ndarray, at: int
+) -> None:
     size = 50
     whole = draw(form.stream(size), size, list(range(N)))
     first = form.stream(size)
@@ -167,7 +181,9 @@ def test_a_repeated_step_is_refused(form: Factorization, dense: np.ndarray) -> N
 
 @forms
 @pytest.mark.parametrize(("before", "at"), [(3, 4), (3, 9), (1, 2), (0, 5)])
-def test_a_skipped_step_starts_afresh(form: Factorization, dense: np.ndarray, before: int, at: int) -> None:
+def test_a_skipped_step_starts_afresh(
+    form: Factorization, dense: np.ndarray, before: int, at: int
+) -> None:
     """The noise is C⁻¹ z for the block-diagonal part of C."""
     size, steps = 40, list(range(before)) + list(range(at, N))
     block = dense[np.ix_(steps, steps)].copy()
@@ -194,9 +210,14 @@ def test_restart_forgets_the_past(form: Factorization, dense: np.ndarray) -> Non
 def test_a_state_of_another_shape_is_refused(name: str) -> None:
     stream = FORMS[name][0].stream(10)
     state = stream.state_dict()
-    wrong: list[Tensor] = [torch.zeros(len(state["past"]), 11), torch.zeros(len(state["past"]) + 1, 10)]
+    wrong: list[Tensor] = [
+        torch.zeros(len(state["past"]), 11),
+        torch.zeros(len(state["past"]) + 1, 10),
+    ]
     for past in wrong:
-        with pytest.raises(PrivacyError, match=rf"buffers of shape \({len(past)}, {past.shape[1]}\), the run needs"):
+        with pytest.raises(
+            PrivacyError, match=rf"buffers of shape \({len(past)}, {past.shape[1]}\), the run needs"
+        ):
             stream.load_state_dict({**state, "past": past})
 
 

@@ -103,7 +103,9 @@ def test_golden_errors_of_repeated_participation(
         (0.999, 0.9, (13.498, 15.461, 17.437, 18.351, 18.819)),
     ],
 )
-def test_golden_errors_of_a_single_pass(alpha: float, beta: float, golden: tuple[float, ...]) -> None:
+def test_golden_errors_of_a_single_pass(
+    alpha: float, beta: float, golden: tuple[float, ...]
+) -> None:
     """The whole square root, p = n."""
     workload = decayed(alpha, beta)
     for n, want in zip(STEPS, golden, strict=True):
@@ -117,7 +119,10 @@ def test_golden_errors_of_a_single_pass(alpha: float, beta: float, golden: tuple
         *[(BandedSquareRoot(p), 0, e, 1) for p, e in ((2, 105), (4, 79), (16, 45), (100, 22))],
         *[(BandedSquareRoot(p), 0.9, e, 1) for p, e in ((2, 994), (4, 704), (16, 360), (100, 170))],
         *[(InverseSquareRoot(p), 0, e, 1) for p, e in ((2, 82), (4, 57), (16, 31), (100, 22))],
-        *[(InverseSquareRoot(p), 0.9, e, 1) for p, e in ((2, 231), (4, 225), (16, 199), (100, 177))],
+        *[
+            (InverseSquareRoot(p), 0.9, e, 1)
+            for p, e in ((2, 231), (4, 225), (16, 199), (100, 177))
+        ],
         (LambdaCGD(), 0, 26.1, 0.1),
         (LambdaCGD(), 0.9, 171.8, 0.1),
         (BufferedToeplitz(1), 0, 21.75, 0.01),
@@ -125,7 +130,9 @@ def test_golden_errors_of_a_single_pass(alpha: float, beta: float, golden: tuple
     ],
     ids=str,
 )
-def test_golden_errors_with_little_memory(recipe: Any, beta: float, golden: float, digit: float) -> None:
+def test_golden_errors_with_little_memory(
+    recipe: Any, beta: float, golden: float, digit: float
+) -> None:
     """n = 2000, b = 100, to the precision at which they are stated."""
     workload = decayed(1, beta)
     form = recipe.factorize(workload, 2000, 100)
@@ -147,7 +154,9 @@ def test_square_roots_are_square_roots(workload: Workload, bands: int) -> None:
     assert len(root.c) == len(inverse.d) == root.bands == bands
     for got, want in ((root.c, a), (inverse.d, np.linalg.inv(a))):
         square = np.convolve(got, got)[:bands]
-        np.testing.assert_allclose(square, want[:bands, 0], rtol=0, atol=1e-12 * np.abs(want[:bands]).max())
+        np.testing.assert_allclose(
+            square, want[:bands, 0], rtol=0, atol=1e-12 * np.abs(want[:bands]).max()
+        )
 
 
 def objective(c: np.ndarray, a: np.ndarray) -> float:
@@ -164,7 +173,9 @@ def test_the_optimum_is_one(workload: Workload, bands: int) -> None:
     a = workload.materialize(n)
 
     def steepest(c: np.ndarray) -> float:
-        slopes = [(objective(c + h * e, a) - objective(c - h * e, a)) / (2 * h) for e in np.eye(bands)]
+        slopes = [
+            (objective(c + h * e, a) - objective(c - h * e, a)) / (2 * h) for e in np.eye(bands)
+        ]
         return float(np.abs(slopes).max())
 
     c = np.array(BandedToeplitz(bands, normalise=False).factorize(workload, n, n).c)  # type: ignore[attr-defined]
@@ -173,7 +184,9 @@ def test_the_optimum_is_one(workload: Workload, bands: int) -> None:
     assert steepest(c) < 1e-4 and steepest(c) < 0.1 * steepest(root)
 
 
-@given(st.floats(0, 0.99), st.floats(0, 0.5), st.integers(2, 200), st.integers(2, 20), st.booleans())
+@given(
+    st.floats(0, 0.99), st.floats(0, 0.5), st.integers(2, 200), st.integers(2, 20), st.booleans()
+)
 @settings(max_examples=20, deadline=None)
 def test_the_optimum_is_never_worse_than_the_root(
     momentum: float, decay: float, n: int, bands: int, nesterov: bool
@@ -186,19 +199,25 @@ def test_the_optimum_is_never_worse_than_the_root(
     assert cost(normalised, workload, n, n) <= cost(optimum, workload, n, n) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("workload", [WORKLOADS["sums"], WORKLOADS["momentum"]], ids=["sums", "momentum"])
+@pytest.mark.parametrize(
+    "workload", [WORKLOADS["sums"], WORKLOADS["momentum"]], ids=["sums", "momentum"]
+)
 @pytest.mark.parametrize("b", [10, 40, 120])
 def test_lambda_is_the_best_of_a_grid(workload: Workload, b: int) -> None:
     n = 120
     form = LambdaCGD().factorize(workload, n, b)
     assert isinstance(form, InverseToeplitz) and form.d[0] == 1 and len(form.d) == 2
-    grid = [cost(InverseToeplitz("", (1.0, -x)), workload, n, b) for x in 1 - np.geomspace(1, 1e-5, 200)]
+    grid = [
+        cost(InverseToeplitz("", (1.0, -x)), workload, n, b) for x in 1 - np.geomspace(1, 1e-5, 200)
+    ]
     assert cost(form, workload, n, b) <= min(grid) * (1 + 1e-6)
     given = LambdaCGD(0.25).factorize(workload, n, b)
     assert np.allclose(given.materialize(4)[:, 0], [1, 0.25, 0.25**2, 0.25**3])
 
 
-@pytest.mark.parametrize("workload", [WORKLOADS["sums"], WORKLOADS["momentum"]], ids=["sums", "momentum"])
+@pytest.mark.parametrize(
+    "workload", [WORKLOADS["sums"], WORKLOADS["momentum"]], ids=["sums", "momentum"]
+)
 @pytest.mark.parametrize("b", [10, 120])
 def test_buffered_is_the_best_of_a_grid(workload: Workload, b: int) -> None:
     """One buffer against a grid of ω and λ, two against one; c does not increase, so the sensitivity is exact."""
@@ -231,7 +250,13 @@ def test_output_perturbation_is_the_workload_itself(workload: Workload) -> None:
 
 @pytest.mark.parametrize(
     "recipe",
-    [BandedSquareRoot(1), BandedToeplitz(1), BandedToeplitz(1, normalise=False), InverseSquareRoot(1), LambdaCGD(0.0)],
+    [
+        BandedSquareRoot(1),
+        BandedToeplitz(1),
+        BandedToeplitz(1, normalise=False),
+        InverseSquareRoot(1),
+        LambdaCGD(0.0),
+    ],
     ids=str,
 )
 @workloads
@@ -267,7 +292,9 @@ def test_bad_buffers() -> None:
         BufferedToeplitz(0).factorize(WORKLOADS["sums"], 10, 10)
 
 
-@pytest.mark.parametrize("recipe", [BandedSquareRoot(), BandedToeplitz(), InverseSquareRoot(), OutputPerturbation()])
+@pytest.mark.parametrize(
+    "recipe", [BandedSquareRoot(), BandedToeplitz(), InverseSquareRoot(), OutputPerturbation()]
+)
 def test_a_workload_without_a_generating_function_is_refused(recipe: Any) -> None:
     with pytest.raises(PrivacyError, match=r"not Toeplitz.*Banded\(bands="):
         recipe.factorize(Workload.linear(np.eye(10)), 10, 10)
@@ -278,13 +305,22 @@ def test_the_others_take_any_matrix(recipe: Any) -> None:
     """A workload with a schedule, or given as a matrix: their error is computed with the matrix itself."""
     sums = recipe.factorize(WORKLOADS["sums"], 30, 30).materialize(30)
     np.testing.assert_allclose(
-        recipe.factorize(Workload.linear(np.tril(np.ones((30, 30)))), 30, 30).materialize(30), sums, rtol=0, atol=1e-4
+        recipe.factorize(Workload.linear(np.tril(np.ones((30, 30)))), 30, 30).materialize(30),
+        sums,
+        rtol=0,
+        atol=1e-4,
     )
 
 
 @pytest.mark.parametrize(
     "recipe",
-    [BandedSquareRoot(4), BandedToeplitz(4), InverseSquareRoot(4), LambdaCGD(), BufferedToeplitz(1)],
+    [
+        BandedSquareRoot(4),
+        BandedToeplitz(4),
+        InverseSquareRoot(4),
+        LambdaCGD(),
+        BufferedToeplitz(1),
+    ],
     ids=lambda recipe: type(recipe).__name__,
 )
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -295,4 +331,6 @@ def test_very_short_runs(recipe: Any, n: int) -> None:
     dense = form.materialize(n)
     want = np.linalg.norm(workload.materialize(n) @ np.linalg.inv(dense)) / n**0.5
     assert form.error(workload, n) == pytest.approx(want, rel=1e-10)
-    assert form.sensitivity(n, Participation.once(n)).value == pytest.approx(np.linalg.norm(dense, axis=0).max())
+    assert form.sensitivity(n, Participation.once(n)).value == pytest.approx(
+        np.linalg.norm(dense, axis=0).max()
+    )

@@ -75,7 +75,9 @@ def test_sgd_is_what_torch_does(kwargs: dict[str, Any]) -> None:
 
 @given(st.floats(0, 0.99), st.floats(0, 2), st.floats(0.01, 0.45), st.booleans())
 @settings(max_examples=25, deadline=None)
-def test_sgd_is_what_torch_does_at_any_setting(momentum: float, decay: float, lr: float, nesterov: bool) -> None:
+def test_sgd_is_what_torch_does_at_any_setting(
+    momentum: float, decay: float, lr: float, nesterov: bool
+) -> None:
     nesterov = nesterov and momentum > 0  # torch's own condition
     kwargs = {"momentum": momentum, "weight_decay": decay, "nesterov": nesterov}
     theta = path(lambda p: torch.optim.SGD(p, lr=lr, **kwargs), np.eye(N))
@@ -88,20 +90,26 @@ def test_a_schedule_is_what_lambda_lr_does(kwargs: dict[str, Any]) -> None:
     x = np.random.default_rng(1).normal(size=(N, 5))
     theta = path(lambda p: torch.optim.SGD(p, lr=LR, **kwargs), x, cosine)
     as_function = Workload.sgd(lr=LR, lr_schedule=cosine, **kwargs).materialize(N)
-    as_list = Workload.sgd(lr=LR, lr_schedule=[cosine(t) for t in range(N + 3)], **kwargs).materialize(N)
+    as_list = Workload.sgd(
+        lr=LR, lr_schedule=[cosine(t) for t in range(N + 3)], **kwargs
+    ).materialize(N)
     moved = as_function @ x
     factor = float((theta * moved).sum() / (moved * moved).sum())
     assert factor < 0
     assert_proportional(theta, moved, factor)
     assert np.array_equal(as_function, as_list)
-    assert np.array_equal(as_function[:7, :7], Workload.sgd(lr=LR, lr_schedule=cosine, **kwargs).materialize(7))
+    assert np.array_equal(
+        as_function[:7, :7], Workload.sgd(lr=LR, lr_schedule=cosine, **kwargs).materialize(7)
+    )
 
 
 @pytest.mark.parametrize("coupled", [True, False], ids=["coupled", "decoupled"])
 @pytest.mark.parametrize("kwargs", SGD, ids=ids)
 def test_a_constant_schedule_is_no_schedule(kwargs: dict[str, Any], coupled: bool) -> None:
     without = Workload.sgd(lr=LR, coupled=coupled, **kwargs).materialize(N)
-    constant = Workload.sgd(lr=LR, coupled=coupled, lr_schedule=lambda t: 1.0, **kwargs).materialize(N)
+    constant = Workload.sgd(
+        lr=LR, coupled=coupled, lr_schedule=lambda t: 1.0, **kwargs
+    ).materialize(N)
     np.testing.assert_allclose(constant, without, rtol=1e-10)
 
 
@@ -120,7 +128,12 @@ def test_decoupled_decay_is_its_recursion(
         theta = (1 - rate * decay) * theta - rate * (x[t] + momentum * m if nesterov else m)
         moved.append(theta)
     a = Workload.sgd(
-        momentum, decay, lr=LR, coupled=False, nesterov=nesterov, lr_schedule=schedule and (lambda t: schedule(t))
+        momentum,
+        decay,
+        lr=LR,
+        coupled=False,
+        nesterov=nesterov,
+        lr_schedule=schedule and (lambda t: schedule(t)),
     ).materialize(N)
     got = a @ x
     assert_proportional(np.array(moved), got, moved[0] / got[0])
@@ -165,9 +178,15 @@ def test_of_sgd(lr: float | torch.Tensor, kwargs: dict[str, Any]) -> None:
 
 
 def test_the_largest_group_decides() -> None:
-    small, large = torch.nn.Parameter(torch.ones(3)), [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(4)]
+    small, large = (
+        torch.nn.Parameter(torch.ones(3)),
+        [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(4)],
+    )
     slow = {"lr": 0.01, "momentum": 0.5, "weight_decay": 0.1, "nesterov": True}
-    for groups in ([{"params": [small]}, {"params": large, **slow}], [{"params": large, **slow}, {"params": [small]}]):
+    for groups in (
+        [{"params": [small]}, {"params": large, **slow}],
+        [{"params": large, **slow}, {"params": [small]}],
+    ):
         workload = Workload.of(torch.optim.SGD(groups, lr=1.0, momentum=0.9))
         want = response(lambda p: torch.optim.SGD(p, **slow))
         np.testing.assert_allclose(workload.coefficients(N - 1), want, rtol=1e-9)
@@ -184,7 +203,9 @@ def test_the_learning_rate_counts_as_it_is_without_a_schedule() -> None:
 
 
 def test_a_warm_up_from_zero_is_not_mistaken_for_an_adaptive_optimizer() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=LR, momentum=0.9, weight_decay=0.1)
+    optimizer = torch.optim.SGD(
+        [torch.nn.Parameter(torch.ones(3))], lr=LR, momentum=0.9, weight_decay=0.1
+    )
     LambdaLR(optimizer, lambda step: min(1.0, step / 100))
     assert optimizer.param_groups[0]["lr"] == 0
     want = response(lambda p: torch.optim.SGD(p, lr=LR, momentum=0.9, weight_decay=0.1))
@@ -266,10 +287,15 @@ def test_the_users_optimizer_is_left_alone(kind: type[Optimizer]) -> None:
     except PrivacyError:
         assert kind is torch.optim.Adam
     after = optimizer.state_dict()
-    assert after["param_groups"] == state["param_groups"] and after["state"].keys() == state["state"].keys()
+    assert (
+        after["param_groups"] == state["param_groups"]
+        and after["state"].keys() == state["state"].keys()
+    )
     for index, entries in state["state"].items():
         for name, value in entries.items():
-            assert torch.equal(torch.as_tensor(after["state"][index][name]), torch.as_tensor(value)), name
+            assert torch.equal(
+                torch.as_tensor(after["state"][index][name]), torch.as_tensor(value)
+            ), name
     for p, value in zip(parameters, values, strict=True):
         assert torch.equal(p, value) and torch.equal(p.grad, torch.ones_like(p))
     assert optimizer.param_groups[0]["params"] == parameters
@@ -282,7 +308,9 @@ def test_given_coefficients() -> None:
     c = [2.0, -1.0, 0.5, 3.0]
     workload = Workload.toeplitz(c)
     want = np.array([[2, 0, 0], [-1, 2, 0], [0.5, -1, 2]])
-    assert np.array_equal(workload.materialize(3), want) and np.array_equal(workload.coefficients(4), c)
+    assert np.array_equal(workload.materialize(3), want) and np.array_equal(
+        workload.coefficients(4), c
+    )
     with pytest.raises(PrivacyError, match="given for 4 steps; the run has 5"):
         workload.coefficients(5)
 
@@ -306,15 +334,20 @@ def test_bad_momentum(momentum: float) -> None:
         Workload.sgd(momentum)
 
 
-@pytest.mark.parametrize(("lr", "decay"), [(0, 0), (-1, 0), (1, -0.1), (1, 1), (2, 0.5), (float("nan"), 0)])
+@pytest.mark.parametrize(
+    ("lr", "decay"), [(0, 0), (-1, 0), (1, -0.1), (1, 1), (2, 0.5), (float("nan"), 0)]
+)
 def test_bad_rates(lr: float, decay: float) -> None:
     with pytest.raises(
-        PrivacyError, match=f"lr={lr}, weight_decay={decay}: need lr > 0 and 0 <= lr . weight_decay < 1"
+        PrivacyError,
+        match=f"lr={lr}, weight_decay={decay}: need lr > 0 and 0 <= lr . weight_decay < 1",
     ):
         Workload.sgd(0.9, decay, lr=lr)
 
 
-@pytest.mark.parametrize("coefficients", [[], [0.0, 1.0], [-1.0], [1.0, float("nan")], [1.0, float("inf")]])
+@pytest.mark.parametrize(
+    "coefficients", [[], [0.0, 1.0], [-1.0], [1.0, float("nan")], [1.0, float("inf")]]
+)
 def test_bad_coefficients(coefficients: list[float]) -> None:
     with pytest.raises(PrivacyError, match="must be finite numbers, the first of them positive"):
         Workload.toeplitz(coefficients)

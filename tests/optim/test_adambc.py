@@ -30,7 +30,9 @@ def by_hand(floor: float | None, noise: float, decay: float = 0.0) -> np.ndarray
             weights = (1 - b2) * b2 ** np.arange(t) / (1 - b2**t)
             least = noise * math.sqrt(2 * (weights**2).sum())
         theta = theta * (1 - lr * decay)
-        theta = theta - lr * m / (1 - b1**t) / np.sqrt(np.maximum(v / (1 - b2**t) - noise, max(least, 1e-16)))
+        theta = theta - lr * m / (1 - b1**t) / np.sqrt(
+            np.maximum(v / (1 - b2**t) - noise, max(least, 1e-16))
+        )
     return theta
 
 
@@ -58,7 +60,9 @@ def test_without_noise_it_is_adamw() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 10, 300])
-def test_on_noise_alone_the_corrected_second_moment_is_unbiased_with_the_stated_deviation(steps: int) -> None:
+def test_on_noise_alone_the_corrected_second_moment_is_unbiased_with_the_stated_deviation(
+    steps: int,
+) -> None:
     size, noise, beta = 100_000, 0.04, 0.99
     p = nn.Parameter(torch.zeros(size))
     optimizer = DPAdamBC([p], 0.0, (0.9, beta), None, 0.0, noise)
@@ -76,8 +80,19 @@ def private(optimizer: Any = None, **settings: Any) -> tuple[nn.Module, Any, dpk
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     made = DPAdamBC(model.parameters(), lr=0.05) if optimizer is None else optimizer(model)
     data = TensorDataset(torch.randn(40, 4), torch.randint(2, (40,)))
-    settings = {"noise_multiplier": 1.5, "delta": 1e-4, "steps": 12, "batch_size": 8, "clip": 0.5, "seed": 1} | settings
-    return model, made, dpkfc.make_private(model, made, data, loss=dpkfc.losses.cross_entropy, **settings)
+    settings = {
+        "noise_multiplier": 1.5,
+        "delta": 1e-4,
+        "steps": 12,
+        "batch_size": 8,
+        "clip": 0.5,
+        "seed": 1,
+    } | settings
+    return (
+        model,
+        made,
+        dpkfc.make_private(model, made, data, loss=dpkfc.losses.cross_entropy, **settings),
+    )
 
 
 def go(model: nn.Module, optimizer: Any, run: dpkfc.PrivateRun, steps: int = 12) -> None:
@@ -105,7 +120,12 @@ def test_the_variance_is_that_of_the_noise_in_the_gradient() -> None:
 
 def test_groups_keep_a_variance_that_was_given() -> None:
     def two_groups(model: Any) -> DPAdamBC:
-        return DPAdamBC([{"params": model[0].parameters()}, {"params": model[2].parameters(), "noise_variance": 0.5}])
+        return DPAdamBC(
+            [
+                {"params": model[0].parameters()},
+                {"params": model[2].parameters(), "noise_variance": 0.5},
+            ]
+        )
 
     _, optimizer, run = private(two_groups)
     planned = (run.plan.noise_scale / run.plan.batch_size) ** 2
@@ -128,9 +148,13 @@ def test_noise_without_one_variance_is_refused(settings: dict[str, Any]) -> None
         seen.append(model)
         return DPAdamBC(model.parameters())
 
-    with pytest.raises(dpkfc.PrivacyError, match="DPAdamBC corrects for noise of one known variance"):
+    with pytest.raises(
+        dpkfc.PrivacyError, match="DPAdamBC corrects for noise of one known variance"
+    ):
         private(remember, **settings)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in seen[0].modules())
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks for module in seen[0].modules()
+    )
 
 
 def test_an_optimizer_that_does_not_know_the_noise_says_so() -> None:
@@ -149,7 +173,9 @@ def test_resuming_continues_bit_for_bit(tmp_path: Path) -> None:
     again, its_optimizer, resumed = private(seed=7)
     resumed.load(tmp_path / "kept")
     go(again, its_optimizer, resumed, 7)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
 
 
 def test_schedulers_reach_it() -> None:

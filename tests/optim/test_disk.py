@@ -67,7 +67,9 @@ def test_a_filter_that_takes_everything_is_the_optimizer_itself() -> None:
 
 
 @pytest.mark.parametrize(("kappa", "gamma"), [(0.2, None), (0.2, 1.0)])
-def test_the_filter_lowers_the_error_on_a_drifting_quadratic(kappa: float, gamma: float | None) -> None:
+def test_the_filter_lowers_the_error_on_a_drifting_quadratic(
+    kappa: float, gamma: float | None
+) -> None:
     """Gradients of ½|x - c_t|² in much noise, for a slowly moving c: the filtered gradient is closer to the truth."""
     torch.manual_seed(0)
     p = nn.Parameter(torch.zeros(2000))
@@ -93,8 +95,18 @@ def run_with(
     model = nn.Sequential(nn.Conv1d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2))
     disk = DiSK(maker(model.parameters()), kappa, gamma)
     data = TensorDataset(torch.randn(40, 1, 6), torch.randint(2, (40,)))
-    settings = {"noise_multiplier": 1.0, "delta": 1e-4, "steps": 10, "batch_size": 8, "seed": 1} | settings
-    return model, disk, dpkfc.make_private(model, disk, data, **{"loss": dpkfc.losses.cross_entropy, **settings})
+    settings = {
+        "noise_multiplier": 1.0,
+        "delta": 1e-4,
+        "steps": 10,
+        "batch_size": 8,
+        "seed": 1,
+    } | settings
+    return (
+        model,
+        disk,
+        dpkfc.make_private(model, disk, data, **{"loss": dpkfc.losses.cross_entropy, **settings}),
+    )
 
 
 def go(model: nn.Module, disk: DiSK, run: dpkfc.PrivateRun, steps: int = 10) -> None:
@@ -105,8 +117,12 @@ def go(model: nn.Module, disk: DiSK, run: dpkfc.PrivateRun, steps: int = 10) -> 
 
 
 @pytest.mark.parametrize("chunk", [None, 3])
-@pytest.mark.parametrize("geometry", [None, dpkfc.KFC(probe=dpkfc.probes.PinkNoise(shape=(1, 6), classes=2), every=2)])
-def test_two_gradients_are_combined_record_by_record_before_the_clip(geometry: Any, chunk: int | None) -> None:
+@pytest.mark.parametrize(
+    "geometry", [None, dpkfc.KFC(probe=dpkfc.probes.PinkNoise(shape=(1, 6), classes=2), every=2)]
+)
+def test_two_gradients_are_combined_record_by_record_before_the_clip(
+    geometry: Any, chunk: int | None
+) -> None:
     """Against one autograd pass a record at either point, without noise. The map is read off the run."""
     kappa, gamma, clip = 0.6, 0.5, 0.05
     share = (1 - kappa) / (kappa * gamma)
@@ -142,7 +158,9 @@ def test_two_gradients_are_combined_record_by_record_before_the_clip(geometry: A
                 for i, part_ in zip(places, mapped, strict=True):
                     total[i] = part_
             norm = torch.sqrt(sum(t.square().sum() for t in total))
-            sums.setdefault(run.steps, []).append([t * min(1.0, clip / float(norm)) / 8 for t in total])
+            sums.setdefault(run.steps, []).append(
+                [t * min(1.0, clip / float(norm)) / 8 for t in total]
+            )
         disk.backward(lambda x=x, y=y: F.cross_entropy(model(x), y))
         disk.step()
         disk.zero_grad()
@@ -156,7 +174,9 @@ def test_two_gradients_are_combined_record_by_record_before_the_clip(geometry: A
 
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS.keys())
 @pytest.mark.parametrize(("kappa", "gamma"), [(0.7, None), (0.7, 1.0)])
-def test_resuming_continues_bit_for_bit(maker: Any, kappa: float, gamma: float | None, tmp_path: Path) -> None:
+def test_resuming_continues_bit_for_bit(
+    maker: Any, kappa: float, gamma: float | None, tmp_path: Path
+) -> None:
     model, disk, run = run_with(maker, kappa, gamma)
     go(model, disk, run, 10)
     first, its_disk, stopped = run_with(maker, kappa, gamma)
@@ -165,7 +185,9 @@ def test_resuming_continues_bit_for_bit(maker: Any, kappa: float, gamma: float |
     again, its_disk, resumed = run_with(maker, kappa, gamma, seed=9)
     resumed.load(tmp_path / "kept")
     go(again, its_disk, resumed, 6)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
 
 
 def test_schedulers_reach_the_optimizer_inside_also_after_a_resume() -> None:
@@ -184,7 +206,9 @@ def test_the_corrected_second_moment_knows_what_the_filter_leaves() -> None:
     assert disk.param_groups[0]["noise_variance"] == pytest.approx(noise / 3)
 
 
-@pytest.mark.parametrize(("settings", "message"), [({"kappa": 0.0}, "kappa=0.0"), ({"gamma": -1.0}, "gamma=-1.0")])
+@pytest.mark.parametrize(
+    ("settings", "message"), [({"kappa": 0.0}, "kappa=0.0"), ({"gamma": -1.0}, "gamma=-1.0")]
+)
 def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(dpkfc.PrivacyError, match=message):
         DiSK(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1), **settings)

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from oracle import captured_norms, private_sum, reference_grads, reference_norms, reference_sum, relative_error
+from oracle import (
+    captured_norms,
+    private_sum,
+    reference_grads,
+    reference_norms,
+    reference_sum,
+    relative_error,
+)
 
 BATCH = 7
 
@@ -115,7 +122,9 @@ class Attention(nn.Module):
         self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)  # [L, L], with L equal to the batch
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(
+            1
+        )  # [L, L], with L equal to the batch
         return self.attention(x, x, x, attn_mask=mask)[0]
 
 
@@ -199,10 +208,24 @@ CASES = [
         lambda: Recurrent(nn.LSTM(3, 4, num_layers=2, batch_first=True, bidirectional=True)),
         lambda: floats(5, 3),
     ),
-    Case("lstm_no_bias", lambda: Recurrent(nn.LSTM(3, 4, batch_first=True, bias=False)), lambda: floats(5, 3)),
-    Case("gru", lambda: Recurrent(nn.GRU(3, 4, num_layers=2, batch_first=True)), lambda: floats(5, 3)),
-    Case("rnn", lambda: Recurrent(nn.RNN(3, 4, batch_first=True, bidirectional=True)), lambda: floats(5, 3)),
-    Case("rnn_relu", lambda: Recurrent(nn.RNN(3, 4, batch_first=True, nonlinearity="relu")), lambda: floats(5, 3)),
+    Case(
+        "lstm_no_bias",
+        lambda: Recurrent(nn.LSTM(3, 4, batch_first=True, bias=False)),
+        lambda: floats(5, 3),
+    ),
+    Case(
+        "gru", lambda: Recurrent(nn.GRU(3, 4, num_layers=2, batch_first=True)), lambda: floats(5, 3)
+    ),
+    Case(
+        "rnn",
+        lambda: Recurrent(nn.RNN(3, 4, batch_first=True, bidirectional=True)),
+        lambda: floats(5, 3),
+    ),
+    Case(
+        "rnn_relu",
+        lambda: Recurrent(nn.RNN(3, 4, batch_first=True, nonlinearity="relu")),
+        lambda: floats(5, 3),
+    ),
     Case(
         "encoder_layer",
         lambda: nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True),
@@ -253,9 +276,19 @@ def _conv_cases() -> list[Case]:
                 return kind(4, 8, **options)
 
             cases.append(Case(f"conv{dims}d_{label}", build, lambda space=space: floats(4, *space)))
-    cases.append(Case("conv2d_one_channel", lambda: nn.Conv2d(1, 5, 3, stride=2, padding=1), lambda: floats(1, 8, 7)))
-    cases.append(Case("conv2d_few_positions", lambda: nn.Conv2d(24, 32, 3), lambda: floats(24, 4, 4)))
-    cases.append(Case("conv2d_one_position", lambda: nn.Conv2d(24, 32, 3), lambda: floats(24, 3, 3)))
+    cases.append(
+        Case(
+            "conv2d_one_channel",
+            lambda: nn.Conv2d(1, 5, 3, stride=2, padding=1),
+            lambda: floats(1, 8, 7),
+        )
+    )
+    cases.append(
+        Case("conv2d_few_positions", lambda: nn.Conv2d(24, 32, 3), lambda: floats(24, 4, 4))
+    )
+    cases.append(
+        Case("conv2d_one_position", lambda: nn.Conv2d(24, 32, 3), lambda: floats(24, 3, 3))
+    )
     cases.append(
         Case(
             "conv2d_uneven_kernel",
@@ -263,7 +296,11 @@ def _conv_cases() -> list[Case]:
             lambda: floats(3, 6, 5),
         )
     )
-    cases.append(Case("conv2d_grouped_wide", lambda: nn.Conv2d(32, 64, 3, groups=2), lambda: floats(32, 4, 4)))
+    cases.append(
+        Case(
+            "conv2d_grouped_wide", lambda: nn.Conv2d(32, 64, 3, groups=2), lambda: floats(32, 4, 4)
+        )
+    )
     return cases
 
 
@@ -273,7 +310,9 @@ ALL = CASES + _conv_cases()
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     """Not linear in the output, so that backprops differ between samples."""
     out = model(batch)
-    return (out.flatten(1).cos() * torch.linspace(1, 2, out[0].numel(), dtype=out.dtype)).sum(1).mean()
+    return (
+        (out.flatten(1).cos() * torch.linspace(1, 2, out[0].numel(), dtype=out.dtype)).sum(1).mean()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
@@ -286,7 +325,9 @@ def test_norms_and_clipped_sum_equal_one_pass_a_sample(case: Case, dtype: torch.
     grads = reference_grads(model, loss_of, inputs, BATCH)
     norms = reference_norms(grads)
     tolerance = 1e-5 if dtype is torch.float32 else 1e-10
-    torch.testing.assert_close(captured_norms(model, loss_of, inputs, BATCH).double(), norms, rtol=tolerance, atol=0)
+    torch.testing.assert_close(
+        captured_norms(model, loss_of, inputs, BATCH).double(), norms, rtol=tolerance, atol=0
+    )
 
     clip = float(norms.median())  # some samples are clipped and some are not
     want = reference_sum(grads, clip)
@@ -328,7 +369,9 @@ def test_bfloat16_models_are_clipped_in_float32(case: Case) -> None:
     norms = captured_norms(model, loss_of, inputs, BATCH)
     assert norms.dtype == torch.float32
     reference = reference_norms(reference_grads(model, loss_of, inputs, BATCH))
-    torch.testing.assert_close(norms.double(), reference, rtol=0.05, atol=0)  # bfloat16 keeps 8 bits
+    torch.testing.assert_close(
+        norms.double(), reference, rtol=0.05, atol=0
+    )  # bfloat16 keeps 8 bits
 
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
@@ -358,4 +401,6 @@ def test_output_and_input_gradient_are_those_of_the_plain_model(case: Case) -> N
     torch.testing.assert_close(captured, plain, rtol=1e-4, atol=1e-5)
     again = run()
     torch.testing.assert_close(again, plain, rtol=0, atol=0)
-    assert all(p.grad is not None for p in model.parameters()), "detaching must give the plain model back"
+    assert all(p.grad is not None for p in model.parameters()), (
+        "detaching must give the plain model back"
+    )

@@ -25,7 +25,9 @@ def test_positions_that_cancel_do_not_hide_a_norm(size: float, ones: bool) -> No
     exact = OuterProductGrad(outer.left.double(), outer.right.double(), last).per_sample()
     want = sum(g.flatten(1).square().sum(1) for g in exact).sqrt()
     got = outer.squared_norms(METRIC).double().sqrt()
-    products = outer.left.flatten(1).norm(dim=1).double() * outer.right.flatten(1).norm(dim=1).double()
+    products = (
+        outer.left.flatten(1).norm(dim=1).double() * outer.right.flatten(1).norm(dim=1).double()
+    )
     workspace = 5 * 16 * EPS * products  # as many products are added up at a time
     assert (got >= want * (1 - 1e-4)).all() and (got <= want * (1 + 1e-4) + 1.1 * workspace).all()
     # what the sample adds to the sum, clipped to 1 by that norm
@@ -58,6 +60,10 @@ def test_a_head_that_undoes_its_embedding_does_not_hide_a_norm(size: float) -> N
     assert isinstance(tied, TiedEmbeddingGrad)
     exact = head.right.double() - values.double()
     want, got = exact.flatten(1).norm(dim=1), tied.squared_norms(METRIC).double().sqrt()
-    products = head.left.flatten(1).norm(dim=1).double() * head.right.flatten(1).norm(dim=1).double()
-    workspace = (3 * 4 + 4) * EPS * 2 * products  # those of the head, and as much again of the embedding
+    products = (
+        head.left.flatten(1).norm(dim=1).double() * head.right.flatten(1).norm(dim=1).double()
+    )
+    workspace = (
+        (3 * 4 + 4) * EPS * 2 * products
+    )  # those of the head, and as much again of the embedding
     assert (got >= want * (1 - 1e-4)).all() and (got <= want * (1 + 1e-4) + 1.1 * workspace).all()

@@ -12,7 +12,13 @@ import dpkfc
 from dpkfc.noise.sensitivity import Participation
 from dpkfc.planning.choose_noise import WORTH_IT, best, evaluate, recipes
 
-RUN: dict[str, Any] = {"records": 20_000, "batch_size": 100, "steps": 1000, "clip": 1.0, "delta": 1e-5}
+RUN: dict[str, Any] = {
+    "records": 20_000,
+    "batch_size": 100,
+    "steps": 1000,
+    "clip": 1.0,
+    "delta": 1e-5,
+}
 MOMENTUM = dpkfc.noise.Workload.sgd(momentum=0.9)
 
 
@@ -41,7 +47,11 @@ def test_every_candidate_spends_the_same_epsilon_and_keeps_to_the_memory() -> No
         assert candidate.rmse == pytest.approx(theta, rel=1e-3)
     chosen, least = best(found), min(candidate.rmse for candidate in found)
     assert chosen.rmse <= 1.01 * least < chosen.rmse * 1.0101 and least < WORTH_IT * found[0].rmse
-    assert all(c.rmse > 1.01 * least for c in found if c.factorization.buffers < chosen.factorization.buffers)
+    assert all(
+        c.rmse > 1.01 * least
+        for c in found
+        if c.factorization.buffers < chosen.factorization.buffers
+    )
 
 
 def test_independent_noise_is_left_only_for_a_clear_gain() -> None:
@@ -70,7 +80,9 @@ def run_with(noise: Any, **settings: Any) -> dpkfc.PrivateRun:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     settings = {"epsilon": 8.0, "delta": 1e-4, "steps": 30, "batch_size": 50} | settings
     data = TensorDataset(torch.zeros(1000, 3), torch.zeros(1000, dtype=torch.long))
-    return dpkfc.make_private(model, optimizer, data, noise=noise, loss=dpkfc.losses.cross_entropy, **settings)
+    return dpkfc.make_private(
+        model, optimizer, data, noise=noise, loss=dpkfc.losses.cross_entropy, **settings
+    )
 
 
 def test_auto_takes_the_best_within_its_memory() -> None:
@@ -86,7 +98,9 @@ def test_auto_takes_the_best_within_its_memory() -> None:
 
 def test_a_workload_of_ones_own_decides() -> None:
     shaped = run_with(
-        dpkfc.noise.BandedToeplitz(4, workload=dpkfc.noise.Workload.sgd()), epsilon=None, noise_multiplier=1.0
+        dpkfc.noise.BandedToeplitz(4, workload=dpkfc.noise.Workload.sgd()),
+        epsilon=None,
+        noise_multiplier=1.0,
     )
     usual = run_with(dpkfc.noise.BandedToeplitz(4), epsilon=None, noise_multiplier=1.0)
     plain = dpkfc.noise.Workload.sgd()
@@ -105,7 +119,11 @@ def test_a_workload_of_ones_own_decides() -> None:
         (dpkfc.noise.Auto(max_buffers=-1), {}, "max_buffers=-1"),
         (dpkfc.noise.BandedToeplitz(0), {}, "bands=0"),
         (dpkfc.noise.LambdaCGD(decay=1.0), {}, "decay=1.0"),
-        (dpkfc.noise.BandedSquareRoot(4, workload=dpkfc.noise.Workload.toeplitz([1.0, 0.5])), {}, "given for 2 steps"),
+        (
+            dpkfc.noise.BandedSquareRoot(4, workload=dpkfc.noise.Workload.toeplitz([1.0, 0.5])),
+            {},
+            "given for 2 steps",
+        ),
     ],
 )
 def test_wrong_wishes_are_refused(noise: Any, settings: dict[str, Any], message: str) -> None:

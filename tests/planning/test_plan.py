@@ -13,14 +13,25 @@ from dp_accounting import pld
 
 import dpkfc
 
-GOOD: dict[str, Any] = {"records": 1000, "batch_size": 50, "clip": 1.0, "delta": 1e-5, "epsilon": 2.0, "epochs": 3}
+GOOD: dict[str, Any] = {
+    "records": 1000,
+    "batch_size": 50,
+    "clip": 1.0,
+    "delta": 1e-5,
+    "epsilon": 2.0,
+    "epochs": 3,
+}
 
 
 def test_the_plan_keeps_its_target_and_agrees_with_dp_accounting() -> None:
     plan = dpkfc.Plan.make(**GOOD)
     assert plan.steps == 60 and plan.sampling_rate == 0.05
-    accountant = pld.PLDAccountant(dp.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=1e-4)
-    accountant.compose(dp.PoissonSampledDpEvent(0.05, dp.GaussianDpEvent(plan.noise_multiplier)), 60)
+    accountant = pld.PLDAccountant(
+        dp.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=1e-4
+    )
+    accountant.compose(
+        dp.PoissonSampledDpEvent(0.05, dp.GaussianDpEvent(plan.noise_multiplier)), 60
+    )
     assert plan.epsilon() <= 2.0
     assert plan.epsilon() == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-3)
     assert accountant.supports(plan.event) and plan.neighbouring == "add or remove one record"
@@ -76,16 +87,28 @@ def test_rdp_on_request_needs_more_noise() -> None:
     assert loose.epsilon() <= 2.0 and "Rényi" in str(loose)
 
 
-@pytest.mark.parametrize("best_of", [dpkfc.tuning.BestOf(4), dpkfc.tuning.BestOf(4, "poisson", 30.0)], ids=repr)
-def test_a_plan_for_the_best_of_several_runs_is_calibrated_for_the_whole(best_of: dpkfc.tuning.BestOf) -> None:
-    plan, single = dpkfc.Plan.make(**GOOD, best_of=best_of), dpkfc.Plan.make(**GOOD, accountant="rdp")
+@pytest.mark.parametrize(
+    "best_of", [dpkfc.tuning.BestOf(4), dpkfc.tuning.BestOf(4, "poisson", 30.0)], ids=repr
+)
+def test_a_plan_for_the_best_of_several_runs_is_calibrated_for_the_whole(
+    best_of: dpkfc.tuning.BestOf,
+) -> None:
+    plan, single = (
+        dpkfc.Plan.make(**GOOD, best_of=best_of),
+        dpkfc.Plan.make(**GOOD, accountant="rdp"),
+    )
     assert plan.accountant == "rdp" and plan.noise_multiplier > single.noise_multiplier
     accountant = dp.rdp.RdpAccountant()
     accountant.compose(plan.event)
     assert 0.999 * 2.0 < plan.epsilon() <= min(2.0, accountant.get_epsilon(1e-5))
     assert plan.epsilon(0) == 0 < plan.epsilon(1) < plan.epsilon(60)
     text = " ".join(str(plan).replace("│", " ").split())
-    for words in ("selection", "the selection included", f"{best_of.runs}, 4 expected", "other hyperparameters"):
+    for words in (
+        "selection",
+        "the selection included",
+        f"{best_of.runs}, 4 expected",
+        "other hyperparameters",
+    ):
         assert words in text
     assert ("standard deviation 30, for" in text) == (best_of.runs == "poisson")
     assert ("public records only" in text) == (best_of.runs == "geometric")
@@ -93,7 +116,10 @@ def test_a_plan_for_the_best_of_several_runs_is_calibrated_for_the_whole(best_of
 
 
 def test_a_plan_survives_json() -> None:
-    plans = [dpkfc.Plan.make(**GOOD, accountant="rdp", best_of=best_of) for best_of in (None, dpkfc.tuning.BestOf(4))]
+    plans = [
+        dpkfc.Plan.make(**GOOD, accountant="rdp", best_of=best_of)
+        for best_of in (None, dpkfc.tuning.BestOf(4))
+    ]
     written = [json.loads(json.dumps(plan.to_json())) for plan in plans]
     assert written == [plan.to_json() for plan in plans] and written[0] != written[1]
     assert written[1]["best_of"] == {"mean": 4.0, "runs": "geometric", "score_noise": None}
@@ -121,9 +147,13 @@ def test_the_statement_says_what_a_data_protection_officer_asks() -> None:
 
 @pytest.mark.parametrize("best_of", [None, dpkfc.tuning.BestOf(mean=3, score_noise=5.0)])
 @pytest.mark.parametrize("growth", [(), (0.5, 1.0)])
-def test_a_plan_can_be_read_again(best_of: dpkfc.tuning.BestOf | None, growth: tuple[float, ...]) -> None:
+def test_a_plan_can_be_read_again(
+    best_of: dpkfc.tuning.BestOf | None, growth: tuple[float, ...]
+) -> None:
     plan = dataclasses.replace(
-        dpkfc.Plan.make(records=100, batch_size=10, steps=15, clip=1.0, noise_multiplier=1.0, delta=1e-4),
+        dpkfc.Plan.make(
+            records=100, batch_size=10, steps=15, clip=1.0, noise_multiplier=1.0, delta=1e-4
+        ),
         best_of=best_of,
         growth=growth,
         groups=10 if growth else 1,

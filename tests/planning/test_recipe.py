@@ -22,7 +22,9 @@ def model_of(outputs: int = 50, inputs: int = 40) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, outputs))
 
 
-@pytest.mark.parametrize("noise", [dpkfc.noise.Independent(), dpkfc.noise.BandedToeplitz(bands=4)], ids=str)
+@pytest.mark.parametrize(
+    "noise", [dpkfc.noise.Independent(), dpkfc.noise.BandedToeplitz(bands=4)], ids=str
+)
 @pytest.mark.parametrize(("records", "batch_size", "epsilon"), [(2000, 100, 0.5), (2000, 50, 8.0)])
 def test_noise_moves_a_units_weights_by_the_given_length(
     records: int, batch_size: int, epsilon: float, noise: Any
@@ -51,14 +53,26 @@ def test_noise_moves_a_units_weights_by_the_given_length(
         return (0 * model(batch[0])).sum()
 
     private = dpkfc.make_private(
-        model, optimizer, data, **recipe.arguments, seed=1, options=dpkfc.Options(check=False), loss=nothing
+        model,
+        optimizer,
+        data,
+        **recipe.arguments,
+        seed=1,
+        options=dpkfc.Options(check=False),
+        loss=nothing,
     )
     squares = []
     for batch in private.loader:
         nothing(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-        moved = torch.cat([(w - s).detach().reshape(50, -1) for w, s in zip(model.parameters(), start, strict=True)], 1)
+        moved = torch.cat(
+            [
+                (w - s).detach().reshape(50, -1)
+                for w, s in zip(model.parameters(), start, strict=True)
+            ],
+            1,
+        )
         squares.append(moved.square().sum(1).mean())
     length = float(torch.stack(squares).mean().sqrt())
     # few steps of a random walk: the mean over the steps is itself random
@@ -84,7 +98,9 @@ def test_less_noise_larger_rate() -> None:
         (nn.LayerNorm(4), 1, 8),
     ],
 )
-def test_units_are_rows_of_weight_matrices(model: nn.Module, units: int, parameters: int | None) -> None:
+def test_units_are_rows_of_weight_matrices(
+    model: nn.Module, units: int, parameters: int | None
+) -> None:
     expected = sum(p.numel() for p in model.parameters()) if parameters is None else parameters
     assert presets.size(model) == (units, expected)
 
@@ -94,9 +110,18 @@ def test_frozen_parts_are_neither_counted_nor_trained() -> None:
     model[0].requires_grad_(False)
     assert presets.size(model) == (2, 12)
     recipe = dpkfc.recipe(
-        model, records=500, epsilon=1.0, epochs=1, batch_size=100, probe=dpkfc.probes.Tabular(6), noise=PLAIN
+        model,
+        records=500,
+        epsilon=1.0,
+        epochs=1,
+        batch_size=100,
+        probe=dpkfc.probes.Tabular(6),
+        noise=PLAIN,
     )
-    assert [p.shape for group in recipe.optimizer(model).param_groups for p in group["params"]] == [(2, 5), (2,)]
+    assert [p.shape for group in recipe.optimizer(model).param_groups for p in group["params"]] == [
+        (2, 5),
+        (2,),
+    ]
 
 
 def test_the_average_is_the_mean_at_first_and_the_last_tenth_later() -> None:
@@ -116,7 +141,11 @@ def test_defaults() -> None:
     recipe = dpkfc.recipe(model_of(), records=60_000, epsilon=1.0, noise=PLAIN)
     arguments = recipe.arguments
     assert arguments["delta"] == pytest.approx(0.1 / 60_000) and arguments["clip"] == 1.0
-    assert (arguments["batch_size"], arguments["steps"], arguments["geometry"].every) == (1125, 800, 40)
+    assert (arguments["batch_size"], arguments["steps"], arguments["geometry"].every) == (
+        1125,
+        800,
+        40,
+    )
     text = str(recipe)
     for word in ("batch size", "learning rate", "averaged weights", "no private data"):
         assert word in text

@@ -48,12 +48,24 @@ def network(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def begin(
-    model: nn.Module, data: Any, loss: Loss | str = cross_entropy, optimizer: Any = None, **changed: Any
+    model: nn.Module,
+    data: Any,
+    loss: Loss | str = cross_entropy,
+    optimizer: Any = None,
+    **changed: Any,
 ) -> dpkfc.PrivateRun:
     """Every record at every step, so that neighbouring data sets differ by nothing but the record."""
-    run: dict[str, Any] = {"noise_multiplier": 1.0, "delta": 1e-3, "steps": 4, "batch_size": N, "clip": CLIP}
+    run: dict[str, Any] = {
+        "noise_multiplier": 1.0,
+        "delta": 1e-3,
+        "steps": 4,
+        "batch_size": N,
+        "clip": CLIP,
+    }
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer
-    return dpkfc.make_private(model, optimizer, data, **{**run, "records": N, "loss": loss, **changed})
+    return dpkfc.make_private(
+        model, optimizer, data, **{**run, "records": N, "loss": loss, **changed}
+    )
 
 
 def step(private: dpkfc.PrivateRun, batch: Any, loss: Loss) -> None:
@@ -62,7 +74,9 @@ def step(private: dpkfc.PrivateRun, batch: Any, loss: Loss) -> None:
     private.optimizer.zero_grad()
 
 
-def train(private: dpkfc.PrivateRun, loss: Loss = cross_entropy, steps: int | None = None) -> dpkfc.PrivateRun:
+def train(
+    private: dpkfc.PrivateRun, loss: Loss = cross_entropy, steps: int | None = None
+) -> dpkfc.PrivateRun:
     for batch in private.loader.take(private.plan.steps if steps is None else steps):
         step(private, batch, loss)
     return private
@@ -112,7 +126,9 @@ def contrastive(model: nn.Module, batch: Any) -> Tensor:
 def token_mean(model: nn.Module, batch: Any) -> Tensor:
     """Over the tokens of all records: one record has many, the others have one or two."""
     tokens = torch.where(batch[1] == CLASSES - 1, 60, 1 + batch[1])
-    return (F.cross_entropy(model(batch[0]), batch[1], reduction="none") * tokens).sum() / tokens.sum()
+    return (
+        F.cross_entropy(model(batch[0]), batch[1], reduction="none") * tokens
+    ).sum() / tokens.sum()
 
 
 def by_sign(model: nn.Module, batch: Any) -> Tensor:
@@ -121,7 +137,9 @@ def by_sign(model: nn.Module, batch: Any) -> Tensor:
 
 WEIGHTS = torch.tensor([1.0, 2.0, 500.0])
 MIXING: dict[str, Loss] = {
-    "class weights": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], weight=WEIGHTS),
+    "class weights": lambda model, batch: F.cross_entropy(
+        model(batch[0]), batch[1], weight=WEIGHTS
+    ),
     "centred outputs": centred,
     "token mean": token_mean,
     "sum": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="sum"),
@@ -134,7 +152,9 @@ MIXING: dict[str, Loss] = {
 class TestLosses:
     def test_declared_it_is_refused_before_anything_is_spent(self, name: str) -> None:
         """Also where the records of the trial look harmless: they are drawn with as many classes as there are."""
-        with pytest.raises(dpkfc.PrivacyError, match="mixes the records|is not the mean over records"):
+        with pytest.raises(
+            dpkfc.PrivacyError, match="mixes the records|is not the mean over records"
+        ):
             begin(network(), records(), MIXING[name])
 
     def test_in_the_loop_it_is_refused_before_anything_is_released(self, name: str) -> None:
@@ -143,18 +163,24 @@ class TestLosses:
         with pytest.raises(dpkfc.PrivacyError, match="does not compute the loss that was declared"):
             train(private, MIXING[name])
         assert private.epsilon() == 0 and not private.batch_open
-        assert all(torch.equal(p, b) for p, b in zip(private.model.parameters(), before, strict=True))
+        assert all(
+            torch.equal(p, b) for p, b in zip(private.model.parameters(), before, strict=True)
+        )
         with pytest.raises(dpkfc.PrivacyError, match=r"without a batch from private\.loader"):
             private.optimizer.step()  # `except: pass` does not release it either
 
-    def test_unchecked_it_is_silently_wrong_and_the_plan_says_that_nobody_looked(self, name: str) -> None:
+    def test_unchecked_it_is_silently_wrong_and_the_plan_says_that_nobody_looked(
+        self, name: str
+    ) -> None:
         """The control: what the two refusals above prevent."""
         settings: dict[str, Any] = {
             "loss": "unchecked",
             "options": dpkfc.Options(check=False),
             "clip": 100.0 if name == "sum" else CLIP,
         }
-        assert sensitivity(plain_loop(MIXING[name]), **settings) > (1.005 if name in ("sum", "InfoNCE") else 1.2)
+        assert sensitivity(plain_loop(MIXING[name]), **settings) > (
+            1.005 if name in ("sum", "InfoNCE") else 1.2
+        )
         said = str(begin(network(), records(), **settings).plan)
         assert "not checked: loss" in said and "not checked: model" in said
 
@@ -219,7 +245,9 @@ def test_harmless_loops_pass_and_keep_the_sensitivity(
     if loop == "split by hand" and chunk:
         chunk = N  # one part, which the loop splits again
     plain = network
-    monkeypatch.setattr(f"{__name__}.network", lambda: nn.Sequential(*plain()[:2], nn.Dropout(dropout), plain()[2]))
+    monkeypatch.setattr(
+        f"{__name__}.network", lambda: nn.Sequential(*plain()[:2], nn.Dropout(dropout), plain()[2])
+    )
     found = sensitivity(HARMLESS[loop], max_physical_batch_size=chunk)
     if not dropout:  # with dropout, masks differ between data sets of different sizes
         # In bfloat16 the mean over a batch rounds each record's gradient, and its size decides how.
@@ -264,7 +292,10 @@ def test_a_resumed_run_is_compared_again(tmp_path: Path) -> None:
 def test_a_loop_that_changes_its_loss_later_is_found_at_secretly_chosen_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = {dpkfc.engine.run._secret_steps(1000) == dpkfc.engine.run._secret_steps(1000) for _ in range(3)}
+    found = {
+        dpkfc.engine.run._secret_steps(1000) == dpkfc.engine.run._secret_steps(1000)
+        for _ in range(3)
+    }
     assert found == {False}, "nobody can foresee them"
     monkeypatch.setattr(dpkfc.engine.run, "_secret_steps", lambda steps: {5})
     private = begin(network(), records(), steps=8)
@@ -274,7 +305,9 @@ def test_a_loop_that_changes_its_loss_later_is_found_at_secretly_chosen_steps(
     assert private.steps == 5
 
 
-def test_a_model_that_begins_to_mix_records_later_is_found_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_begins_to_mix_records_later_is_found_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Later(nn.Module):
         mixes = False
 
@@ -294,17 +327,31 @@ def test_a_model_that_begins_to_mix_records_later_is_found_too(monkeypatch: pyte
 def test_a_loss_that_reaches_a_parameter_outside_the_model_is_refused() -> None:
     head = nn.Linear(CLASSES, CLASSES)
     with pytest.raises(dpkfc.PrivacyError, match="not in the model"):
-        begin(network(), records(), lambda model, batch: F.cross_entropy(head(model(batch[0])), batch[1]))
+        begin(
+            network(),
+            records(),
+            lambda model, batch: F.cross_entropy(head(model(batch[0])), batch[1]),
+        )
     assert head.weight.grad is None
     temperature = nn.Parameter(torch.ones(()))
     with pytest.raises(dpkfc.PrivacyError, match="not in the model"):
-        begin(network(), records(), lambda model, batch: F.cross_entropy(model(batch[0]) * temperature, batch[1]))
+        begin(
+            network(),
+            records(),
+            lambda model, batch: F.cross_entropy(model(batch[0]) * temperature, batch[1]),
+        )
 
 
-def test_a_loss_that_trains_a_bare_tensor_is_refused_and_one_with_inputs_that_need_gradients_is_not() -> None:
+def test_a_loss_that_trains_a_bare_tensor_is_refused_and_one_with_inputs_that_need_gradients_is_not() -> (
+    None
+):
     bias = torch.zeros(CLASSES, requires_grad=True)
     with pytest.raises(dpkfc.PrivacyError, match="not in the model"):
-        begin(network(), records(), lambda model, batch: F.cross_entropy(model(batch[0]) + bias, batch[1]))
+        begin(
+            network(),
+            records(),
+            lambda model, batch: F.cross_entropy(model(batch[0]) + bias, batch[1]),
+        )
 
     def with_inputs(model: nn.Module, batch: Any) -> Tensor:
         return cross_entropy(model, (batch[0].requires_grad_(), batch[1]))
@@ -325,14 +372,24 @@ def with_a_count(rows: list[Any]) -> list[Any]:
 def test_lists_of_values_and_constants_from_collate_are_accepted() -> None:
     def collate(rows: list[Any]) -> list[Any]:
         x, y = default_collate(rows)
-        return [x, y, [int(label) for label in y], ["a" if label else "b" for label in y], 3.0, torch.ones(2), (1, 2)]
+        return [
+            x,
+            y,
+            [int(label) for label in y],
+            ["a" if label else "b" for label in y],
+            3.0,
+            torch.ones(2),
+            (1, 2),
+        ]
 
     data = DataLoader(records(), batch_size=N, collate_fn=collate)
     assert train(begin(network(), data)).steps == 4
 
 
 @pytest.mark.parametrize("collate", [with_statistics, with_a_count])
-def test_a_statistic_of_the_batch_from_collate_is_refused(collate: Callable[[list[Any]], Any]) -> None:
+def test_a_statistic_of_the_batch_from_collate_is_refused(
+    collate: Callable[[list[Any]], Any],
+) -> None:
     data = DataLoader(records(), batch_size=N, collate_fn=collate)
     with pytest.raises(dpkfc.PrivacyError, match="from all records of a batch"):
         begin(network(), data)
@@ -391,7 +448,12 @@ def test_a_fused_optimizer_with_a_scaler_is_refused() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     with pytest.raises(ValueError, match="fused=False"):
-        begin(model, records(), optimizer=optimizer, options=dpkfc.Options(grad_scaler=torch.amp.GradScaler("cpu")))
+        begin(
+            model,
+            records(),
+            optimizer=optimizer,
+            options=dpkfc.Options(grad_scaler=torch.amp.GradScaler("cpu")),
+        )
 
 
 # -- noise is never used twice
@@ -427,9 +489,17 @@ NOISES: dict[str, Any] = {"independent": None, "banded": dpkfc.noise.BandedToepl
 @pytest.mark.parametrize("noise", NOISES)
 class TestNoiseIsUsedOnce:
     def settings(self, noise: str, seed: int | None) -> dict[str, Any]:
-        return {"noise": NOISES[noise], "seed": seed, "batch_size": N // 2, "steps": 6, "clip": CLIP}
+        return {
+            "noise": NOISES[noise],
+            "seed": seed,
+            "batch_size": N // 2,
+            "steps": 6,
+            "clip": CLIP,
+        }
 
-    def test_a_checkpoint_taken_up_twice(self, noise: str, seed: int | None, tmp_path: Path) -> None:
+    def test_a_checkpoint_taken_up_twice(
+        self, noise: str, seed: int | None, tmp_path: Path
+    ) -> None:
         settings = self.settings(noise, seed)
         train(begin(network(), records(), **settings), steps=2).save(tmp_path / "run")
         branches = []
@@ -478,7 +548,12 @@ class TestNoiseIsUsedOnce:
 
     @pytest.mark.parametrize("how", ["two saves", "load and save", "moved"])
     def test_every_checkpoint_of_a_step_is_known_to_be_continued(
-        self, noise: str, seed: int | None, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self,
+        noise: str,
+        seed: int | None,
+        how: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         settings = self.settings(noise, seed)
         private = train(begin(network(), records(), **settings), steps=2)
@@ -577,7 +652,9 @@ class TestNoiseIsUsedOnce:
         resumed.load_state_dict(state)
         assert same_noise(one, released(resumed), resumed) == (seed is not None)
 
-    def test_going_back_and_forth_with_a_ledger(self, noise: str, seed: int | None, tmp_path: Path) -> None:
+    def test_going_back_and_forth_with_a_ledger(
+        self, noise: str, seed: int | None, tmp_path: Path
+    ) -> None:
         settings = self.settings(noise, seed)
         found = []
         for _ in range(2):
@@ -624,7 +701,9 @@ class TestNoiseIsUsedOnce:
 
 
 def forget_this_process(
-    monkeypatch: pytest.MonkeyPatch, owner: dict[str, str] | None = None, steps: dict[str, int] | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    owner: dict[str, str] | None = None,
+    steps: dict[str, int] | None = None,
 ) -> None:
     """What is known of runs in memory is gone, or is that of another process."""
     monkeypatch.setattr(dpkfc.engine.lineage, "_owner", owner or {})
@@ -688,7 +767,9 @@ def test_a_head_that_is_added_later_is_refused_in_the_forward_pass() -> None:
     model.append(nn.Linear(CLASSES, CLASSES))
     head = torch.optim.SGD(model[-1].parameters(), lr=0.1)
     for x, y in private.loader:
-        with pytest.raises(dpkfc.PrivacyError, match=r"'3\.weight' is trainable and was not in the model"):
+        with pytest.raises(
+            dpkfc.PrivacyError, match=r"'3\.weight' is trainable and was not in the model"
+        ):
             F.cross_entropy(model(x), y).backward()
         break
     model[-1].requires_grad_(False)
@@ -697,12 +778,18 @@ def test_a_head_that_is_added_later_is_refused_in_the_forward_pass() -> None:
 
 def begin_again(private: dpkfc.PrivateRun, model: nn.Module) -> dpkfc.PrivateRun:
     private.detach()
-    return begin(model, records(), optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1))
+    return begin(
+        model,
+        records(),
+        optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1),
+    )
 
 
 @pytest.mark.parametrize("detached", [False, True])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_head_outside_the_model_with_an_optimizer_of_its_own_is_refused(when: str, detached: bool) -> None:
+def test_a_head_outside_the_model_with_an_optimizer_of_its_own_is_refused(
+    when: str, detached: bool
+) -> None:
     """A stateless teacher, or an oracle, may be called; what it must not be is trained."""
     model, head = network(), nn.Linear(CLASSES, CLASSES)
     other = torch.optim.SGD(head.parameters(), lr=0.1)
@@ -713,11 +800,15 @@ def test_a_head_outside_the_model_with_an_optimizer_of_its_own_is_refused(when: 
         if detached:
             head(model(x).detach()).sum().backward()
         else:
-            head.weight.grad = torch.ones_like(head.weight)  # as a joint backward would leave it behind
+            head.weight.grad = torch.ones_like(
+                head.weight
+            )  # as a joint backward would leave it behind
             head(torch.zeros(1, CLASSES))
         if when == "after":
             private.optimizer.step()
-        with pytest.raises(dpkfc.PrivacyError, match=r"Linear\.weight of shape .* part of no private model"):
+        with pytest.raises(
+            dpkfc.PrivacyError, match=r"Linear\.weight of shape .* part of no private model"
+        ):
             other.step()
         break
     assert torch.equal(head.weight, before)
@@ -760,7 +851,9 @@ def test_after_detach_the_loader_refuses_to_go_on(when: str) -> None:
 def ranks(rank: int, folder: str, when: str) -> None:
     torch.set_num_threads(1)
     private = begin(network(), records()) if when == "after" else None
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2
+    )
     try:
         if private is None:
             begin(network(), records())
@@ -783,16 +876,25 @@ def test_several_ranks_are_refused(when: str, tmp_path: Path) -> None:
     for process in both:
         process.join(120)
     said = [(tmp_path / f"rank{rank}").read_text() for rank in range(2)]
-    assert all("process group with 2 ranks" in text and "Train in one process" in text for text in said)
+    assert all(
+        "process group with 2 ranks" in text and "Train in one process" in text for text in said
+    )
 
 
-@pytest.mark.parametrize("geometry", [None, lambda: dpkfc.KFC(dpkfc.probes.Tabular(6, classes=CLASSES), every=2)])
+@pytest.mark.parametrize(
+    "geometry", [None, lambda: dpkfc.KFC(dpkfc.probes.Tabular(6, classes=CLASSES), every=2)]
+)
 @pytest.mark.parametrize("noise", NOISES)
 def test_what_is_dropped_is_freed(geometry: Any, noise: str) -> None:
     def use() -> Iterator[weakref.ref[Any]]:
         model = network()
         private = begin(
-            model, records(), geometry=geometry and geometry(), noise=NOISES[noise], batch_size=N // 2, clip=CLIP
+            model,
+            records(),
+            geometry=geometry and geometry(),
+            noise=NOISES[noise],
+            batch_size=N // 2,
+            clip=CLIP,
         )
         next(iter(private.loader))  # a batch is open, too
         train(private)
@@ -803,7 +905,9 @@ def test_what_is_dropped_is_freed(geometry: Any, noise: str) -> None:
     found = list(use())
     gc.collect()
     assert [each() for each in found] == [None, None, None]
-    assert not torch.nn.modules.module._global_forward_pre_hooks, "no hook stands in the way of others"
+    assert not torch.nn.modules.module._global_forward_pre_hooks, (
+        "no hook stands in the way of others"
+    )
 
 
 # -- the loader of trainers that count
@@ -812,7 +916,9 @@ def test_what_is_dropped_is_freed(geometry: Any, noise: str) -> None:
 @pytest.mark.parametrize(("batch_size", "chunk"), [(6, None), (1, None), (6, 2), (2, 1), (N, 5)])
 def test_len_is_the_number_of_batches(batch_size: int, chunk: int | None) -> None:
     """Trainers that count batches ended after 1 of 8 steps."""
-    private = begin(network(), records(), batch_size=batch_size, steps=12, max_physical_batch_size=chunk, seed=3)
+    private = begin(
+        network(), records(), batch_size=batch_size, steps=12, max_physical_batch_size=chunk, seed=3
+    )
     promised = len(private.loader)
     seen = 0
     for batch in private.loader:
@@ -848,13 +954,17 @@ def only_noise_can_be(values: Tensor, scale: float, grid: float) -> bool:
     return bool(reached.all())
 
 
-def row_of_one_record(present: bool, dtype: torch.dtype, noise: Any, seed: int) -> tuple[Tensor, dpkfc.PrivateRun]:
+def row_of_one_record(
+    present: bool, dtype: torch.dtype, noise: Any, seed: int
+) -> tuple[Tensor, dpkfc.PrivateRun]:
     x = torch.zeros(N, 4, dtype=torch.long)
     x[-1] = 1 if present else 2
     model = Bag().to(dtype)
     data = TensorDataset(x, torch.arange(N) % 2)
     size = N if noise is None else N // 3
-    private = begin(model, data, noise=noise, batch_size=size, steps=3, seed=seed, noise_multiplier=0.7)
+    private = begin(
+        model, data, noise=noise, batch_size=size, steps=3, seed=seed, noise_multiplier=0.7
+    )
     for batch in private.loader.take(1):
         cross_entropy(model, batch).backward()
         private.optimizer.step()
@@ -882,10 +992,16 @@ def test_no_bit_pattern_proves_that_a_record_was_there(monkeypatch: pytest.Monke
     assert without == 0 and with_record > 0.9, "the control: the attack succeeds without the grid"
 
 
-@pytest.mark.parametrize("noise", [None, dpkfc.noise.BandedToeplitz(bands=2), dpkfc.noise.BufferedToeplitz(1)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "noise", [None, dpkfc.noise.BandedToeplitz(bands=2), dpkfc.noise.BufferedToeplitz(1)], ids=str
+)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
+)
 @pytest.mark.parametrize("present", [True, False])
-def test_released_values_are_multiples_of_a_public_number(present: bool, dtype: torch.dtype, noise: Any) -> None:
+def test_released_values_are_multiples_of_a_public_number(
+    present: bool, dtype: torch.dtype, noise: Any
+) -> None:
     row, private = row_of_one_record(present, dtype, noise, seed=0)
     grid = private.plan.grid
     assert 0 < grid <= private.plan.noise_scale / private.plan.batch_size / 64
@@ -894,7 +1010,9 @@ def test_released_values_are_multiples_of_a_public_number(present: bool, dtype: 
     multiples = row.double() / grid
     assert torch.equal(multiples, multiples.round())
     size = private.plan.batch_size
-    others = begin(network(), records(), noise=noise, batch_size=size, steps=3, noise_multiplier=0.7)
+    others = begin(
+        network(), records(), noise=noise, batch_size=size, steps=3, noise_multiplier=0.7
+    )
     assert others.plan.grid == grid, "no record, and no model, moves it"
 
 
@@ -973,7 +1091,9 @@ def test_save_never_removes_what_it_did_not_write(tmp_path: Path) -> None:
     (tmp_path / "run" / "notes.txt").unlink()
     with pytest.raises(dpkfc.PrivacyError, match="Choose another path"):
         private.save(tmp_path / "run")
-    assert (folder / "chapter1.txt").read_text() == "years of work" and (tmp_path / "file").read_text() == "content"
+    assert (folder / "chapter1.txt").read_text() == "years of work" and (
+        tmp_path / "file"
+    ).read_text() == "content"
     assert (tmp_path / "run.old" / "mine").read_text() == "too"
 
 
@@ -992,8 +1112,12 @@ DAMAGE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in DAMAGE.items() for value in values])
-def test_a_checkpoint_is_validated_before_anything_changes(field: str, value: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field, values in DAMAGE.items() for value in values]
+)
+def test_a_checkpoint_is_validated_before_anything_changes(
+    field: str, value: Any, tmp_path: Path
+) -> None:
     trained = train(begin(network(), records()), steps=1)
     trained.save(tmp_path / "run")
     state = {**trained.state_dict(), field: value}
@@ -1007,7 +1131,9 @@ def test_a_checkpoint_is_validated_before_anything_changes(field: str, value: An
     for load in (lambda: fresh.load(tmp_path / "run"), lambda: fresh.load_state_dict(state)):
         with pytest.raises(dpkfc.PrivacyError):
             load()
-        assert all(torch.equal(p, b) for p, b in zip(fresh.model.parameters(), before[0], strict=True))
+        assert all(
+            torch.equal(p, b) for p, b in zip(fresh.model.parameters(), before[0], strict=True)
+        )
         assert (fresh._key, fresh._run, fresh.charged) == (*before[1:], 0)
     assert train(fresh).steps == 4
 
@@ -1017,7 +1143,9 @@ def test_a_checkpoint_is_validated_before_anything_changes(field: str, value: An
 
 def test_a_loader_that_accelerate_has_prepared_is_accepted() -> None:
     accelerate = pytest.importorskip("accelerate")
-    loader = accelerate.Accelerator(cpu=True).prepare(DataLoader(records(), batch_size=6, shuffle=True))
+    loader = accelerate.Accelerator(cpu=True).prepare(
+        DataLoader(records(), batch_size=6, shuffle=True)
+    )
     private = begin(network(), loader, batch_size=None)
     assert private.plan.batch_size == 6 and train(private).steps == 4
 
@@ -1033,7 +1161,13 @@ class Sentences(Dataset[Any]):
             length = 12 if row == N - 1 else 3
             labels = ids.clone()
             labels[length:] = -100
-            self.rows.append({"input_ids": ids, "attention_mask": (torch.arange(12) < length).long(), "labels": labels})
+            self.rows.append(
+                {
+                    "input_ids": ids,
+                    "attention_mask": (torch.arange(12) < length).long(),
+                    "labels": labels,
+                }
+            )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -1045,7 +1179,9 @@ class Sentences(Dataset[Any]):
 def of_each_record(model: nn.Module, batch: Any) -> Tensor:
     """The loss of a causal language model, averaged within each record."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:], reduction="none")
+    losses = F.cross_entropy(
+        logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:], reduction="none"
+    )
     return dpkfc.losses.mean_over_records(losses, batch["labels"][:, 1:] != -100)
 
 
@@ -1054,7 +1190,14 @@ def gpt2() -> nn.Module:
 
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=30, n_positions=12, n_embd=16, n_layer=1, n_head=2, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
+        vocab_size=30,
+        n_positions=12,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
     )
     return GPT2LMHeadModel(config)
 
@@ -1072,7 +1215,12 @@ def trainer_of(private: dpkfc.PrivateRun, folder: Path, own_loss: bool, **argume
                 return super().compute_loss(model, inputs, *args, **kwargs)
             return of_each_record(model, inputs)
 
-    options = {"max_steps": private.plan.steps, "report_to": "none", "use_cpu": True, "save_strategy": "no"}
+    options = {
+        "max_steps": private.plan.steps,
+        "report_to": "none",
+        "use_cpu": True,
+        "save_strategy": "no",
+    }
     settings = TrainingArguments(str(folder), disable_tqdm=True, **{**options, **arguments})
     return Around(private.model, settings, optimizers=(private.optimizer, None))
 
@@ -1104,7 +1252,12 @@ def test_hugging_face_trainer_takes_all_steps_with_physical_chunks(tmp_path: Pat
     for schedule in ("constant", "linear"):
         private = begin(gpt2(), Sentences(N), of_each_record, **settings)
         trainer = trainer_of(
-            private, tmp_path, own_loss=False, max_steps=-1, num_train_epochs=1, lr_scheduler_type=schedule
+            private,
+            tmp_path,
+            own_loss=False,
+            max_steps=-1,
+            num_train_epochs=1,
+            lr_scheduler_type=schedule,
         )
         if schedule == "linear":
             with pytest.raises(dpkfc.PrivacyError, match=r"private\.after_step"):

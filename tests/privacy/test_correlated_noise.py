@@ -56,7 +56,12 @@ def output(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def a_run(
-    data: TensorDataset, noise: Noise, lr: float = 0.0, momentum: float = 0.9, sampling: Any = None, **settings: Any
+    data: TensorDataset,
+    noise: Noise,
+    lr: float = 0.0,
+    momentum: float = 0.9,
+    sampling: Any = None,
+    **settings: Any,
 ) -> tuple[nn.Linear, torch.optim.SGD, dpkfc.PrivateRun]:
     torch.manual_seed(0)
     model = nn.Linear(3, 1, bias=False)
@@ -64,12 +69,25 @@ def a_run(
     settings = {"noise_multiplier": 1.5, "delta": 1e-5, "steps": 24, "seed": 5} | settings
     options = dpkfc.Options(check=False, sampling=sampling)
     private = dpkfc.make_private(
-        model, optimizer, data, batch_size=BATCH, clip=CLIP, noise=noise, loss=output, options=options, **settings
+        model,
+        optimizer,
+        data,
+        batch_size=BATCH,
+        clip=CLIP,
+        noise=noise,
+        loss=output,
+        options=options,
+        **settings,
     )
     return model, optimizer, private
 
 
-def go(model: nn.Module, optimizer: torch.optim.Optimizer, private: dpkfc.PrivateRun, steps: int | None = None) -> None:
+def go(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    private: dpkfc.PrivateRun,
+    steps: int | None = None,
+) -> None:
     for batch in private.loader if steps is None else private.loader.take(steps):
         output(model, batch).backward()
         optimizer.step()
@@ -92,7 +110,9 @@ def releases(model: nn.Linear, optimizer: torch.optim.SGD, private: dpkfc.Privat
 class TestWhatIsSampledIsAccounted:
     """6."""
 
-    def released(self, noise: Noise, present: bool, steps: int) -> tuple[np.ndarray, dpkfc.PrivateRun]:
+    def released(
+        self, noise: Noise, present: bool, steps: int
+    ) -> tuple[np.ndarray, dpkfc.PrivateRun]:
         """C times the stream: rows of ``C x + z`` in units of the clip."""
         model, optimizer, private = a_run(records(large=present), noise, steps=steps)
         stream = releases(model, optimizer, private)
@@ -117,15 +137,21 @@ class TestWhatIsSampledIsAccounted:
         assert rate == 3 * BATCH / RECORDS
 
         def law(s: np.ndarray) -> np.ndarray:
-            return (1 - rate) * stats.norm.cdf(s, scale=sigma) + rate * stats.norm.cdf(s - 1, scale=sigma)
+            return (1 - rate) * stats.norm.cdf(s, scale=sigma) + rate * stats.norm.cdf(
+                s - 1, scale=sigma
+            )
 
         assert stats.kstest(own, law).pvalue > 1e-3
-        assert stats.kstest(own, stats.norm(scale=sigma).cdf).pvalue < 1e-6, "the record should show"
+        assert stats.kstest(own, stats.norm(scale=sigma).cdf).pvalue < 1e-6, (
+            "the record should show"
+        )
         others = (rows / plan.noise_sensitivity)[:, 1:]
         assert stats.kstest(others.ravel(), stats.norm(scale=sigma).cdf).pvalue > 1e-3
 
     @by_noise(["anticorrelated", "buffered", "regenerated"])
-    def test_without_amplification_the_whole_stream_is_one_gaussian_release(self, noise: Noise) -> None:
+    def test_without_amplification_the_whole_stream_is_one_gaussian_release(
+        self, noise: Noise
+    ) -> None:
         """z has the planned scale, and what the record adds to C x is within the planned sensitivity."""
         with_it, private = self.released(noise, True, 400)
         without, _ = self.released(noise, False, 400)
@@ -134,15 +160,27 @@ class TestWhatIsSampledIsAccounted:
         moved = np.linalg.norm(with_it - without)
         assert 0.9 * plan.noise_sensitivity < moved <= plan.noise_sensitivity * (1 + 1e-4)
         z = without.ravel() / plan.noise_sensitivity
-        assert stats.kstest(z, stats.norm(scale=plan.noise_multiplier * (1 + MARGIN)).cdf).pvalue > 1e-3
+        assert (
+            stats.kstest(z, stats.norm(scale=plan.noise_multiplier * (1 + MARGIN)).cdf).pvalue
+            > 1e-3
+        )
 
-    def test_a_record_joins_only_the_turns_of_its_group_also_after_a_resume_with_losses(self, tmp_path: Path) -> None:
+    def test_a_record_joins_only_the_turns_of_its_group_also_after_a_resume_with_losses(
+        self, tmp_path: Path
+    ) -> None:
         ledger = dpkfc.Ledger(tmp_path / "ledger.db", "these")
-        data = TensorDataset(torch.arange(RECORDS, dtype=torch.float32)[:, None].expand(-1, 3).clone())
+        data = TensorDataset(
+            torch.arange(RECORDS, dtype=torch.float32)[:, None].expand(-1, 3).clone()
+        )
         noise = dpkfc.noise.BandedSquareRoot(3)
         seen: list[tuple[int, int]] = []
 
-        def look(private: dpkfc.PrivateRun, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        def look(
+            private: dpkfc.PrivateRun,
+            model: nn.Module,
+            optimizer: torch.optim.Optimizer,
+            steps: int,
+        ) -> None:
             for (x,) in private.loader.take(steps):
                 seen.extend((private.charged, int(row)) for row in x[:, 0])
                 model(x).mean().backward()
@@ -152,7 +190,9 @@ class TestWhatIsSampledIsAccounted:
         look(private, model, optimizer, 10)
         private.save(tmp_path / "kept")
         look(private, model, optimizer, 7)  # lost
-        model, optimizer, private = a_run(data, noise, steps=60, ledger=dpkfc.Ledger(tmp_path / "ledger.db", "these"))
+        model, optimizer, private = a_run(
+            data, noise, steps=60, ledger=dpkfc.Ledger(tmp_path / "ledger.db", "these")
+        )
         private.load(tmp_path / "kept")
         assert private.charged == 17
         look(private, model, optimizer, 40)
@@ -163,14 +203,18 @@ class TestWhatIsSampledIsAccounted:
     @pytest.mark.parametrize("groups", [2, 7, 16])
     def test_groups_are_drawn_for_each_record_alone_and_uniformly(self, groups: int) -> None:
         """So a record can be added or removed without moving the others (equal groups would move them)."""
-        many, fewer = (CyclicPoisson(b"k" * 32, count, groups, 0.5)._group for count in (20_000, 19_999))
+        many, fewer = (
+            CyclicPoisson(b"k" * 32, count, groups, 0.5)._group for count in (20_000, 19_999)
+        )
         assert (many[:-1] == fewer).all()
         assert stats.chisquare(np.bincount(many.astype(int), minlength=groups)).pvalue > 1e-3
 
     def test_the_expected_batch_is_the_planned_one(self) -> None:
         sampler = CyclicPoisson(b"k" * 32, 10_000, 5, 5 * 200 / 10_000)
         sizes = [len(sampler.draw(sub_key(b"k" * 32, str(step)), step)) for step in range(500)]
-        assert abs(np.mean(sizes) - 200) < 5 * math.sqrt(200 / 500) + 200 * 0.02  # groups are not quite equal
+        assert (
+            abs(np.mean(sizes) - 200) < 5 * math.sqrt(200 / 500) + 200 * 0.02
+        )  # groups are not quite equal
 
 
 class TestOnlySoundCombinations:
@@ -203,9 +247,19 @@ class TestOnlySoundCombinations:
     def test_freezing_during_a_run_is_refused_and_costs_nothing(self) -> None:
         model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        settings: dict[str, Any] = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 9, "batch_size": BATCH}
+        settings: dict[str, Any] = {
+            "noise_multiplier": 1.0,
+            "delta": 1e-5,
+            "steps": 9,
+            "batch_size": BATCH,
+        }
         private = dpkfc.make_private(
-            model, optimizer, records(), noise=dpkfc.noise.BandedSquareRoot(3), loss=output, **settings
+            model,
+            optimizer,
+            records(),
+            noise=dpkfc.noise.BandedSquareRoot(3),
+            loss=output,
+            **settings,
         )
         go(model, optimizer, private, 2)
         model[1].weight.requires_grad_(False)
@@ -226,7 +280,9 @@ def test_the_noise_of_a_step_is_that_of_the_plan_and_is_added_once(noise: Noise)
             z.append(drawn.double().numpy())
             key = next_key(key)
         c = private.factorization.materialize(private.plan.steps)
-        assert np.diag(c).max() <= DIAGONAL, "the grid supposes no less noise in a step than there is"
+        assert np.diag(c).max() <= DIAGONAL, (
+            "the grid supposes no less noise in a step than there is"
+        )
         want = private.plan.noise_scale * np.linalg.solve(c, np.array(z))
         got = releases(model, optimizer, private)
         grid = private.plan.grid * private.plan.batch_size  # what is released is rounded to it
@@ -249,7 +305,9 @@ def test_resuming_continues_bit_for_bit(noise: Noise, tmp_path: Path) -> None:
 
 
 @by_noise()
-def test_going_back_replays_no_noise_and_starts_the_stream_anew(noise: Noise, tmp_path: Path) -> None:
+def test_going_back_replays_no_noise_and_starts_the_stream_anew(
+    noise: Noise, tmp_path: Path
+) -> None:
     """7, 8. What may have been seen stays charged, and its noise is not used on other sums."""
     model, optimizer, private = a_run(records(), noise)
     go(model, optimizer, private, 7)
@@ -269,7 +327,9 @@ def test_going_back_replays_no_noise_and_starts_the_stream_anew(noise: Noise, tm
 
 def test_a_matrix_that_may_not_forget_is_not_resumed_after_a_loss(tmp_path: Path) -> None:
     """Beyond one cycle and with negative entries, it is not known whether starting anew keeps the sensitivity."""
-    signed = dpkfc.noise.OutputPerturbation(workload=dpkfc.noise.Workload.toeplitz([1.0, -0.9] + [0.0] * 30))
+    signed = dpkfc.noise.OutputPerturbation(
+        workload=dpkfc.noise.Workload.toeplitz([1.0, -0.9] + [0.0] * 30)
+    )
     model, optimizer, private = a_run(records(), signed)
     assert not private.factorization.non_negative(24)
     go(model, optimizer, private, 2)
@@ -282,10 +342,14 @@ def test_a_matrix_that_may_not_forget_is_not_resumed_after_a_loss(tmp_path: Path
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @by_noise(["independent", "optimised", "buffered", "anticorrelated"])
-def test_noise_cancels_in_the_parameters_while_the_geometry_changes(noise: Noise, nesterov: bool) -> None:
+def test_noise_cancels_in_the_parameters_while_the_geometry_changes(
+    noise: Noise, nesterov: bool
+) -> None:
     """The path of θ is ``-η A C⁻¹ z / E[batch]``, as if there were no geometry, though it is refreshed on the way."""
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, nesterov=nesterov, weight_decay=0.01)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.3, momentum=0.9, nesterov=nesterov, weight_decay=0.01
+    )
     data = TensorDataset(torch.randn(RECORDS, 4), torch.zeros(RECORDS, dtype=torch.long))
     geometry = dpkfc.KFC(probe=dpkfc.probes.Tabular(features=4, classes=2), every=3, probes=8)
     n = 21
@@ -310,7 +374,9 @@ def test_noise_cancels_in_the_parameters_while_the_geometry_changes(noise: Noise
         nothing(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-        maps.append(geometry.map_of(("0.weight", "0.bias")).apply([torch.eye(3, 4), torch.ones(3)])[0])
+        maps.append(
+            geometry.map_of(("0.weight", "0.bias")).apply([torch.eye(3, 4), torch.ones(3)])[0]
+        )
     assert sum(not torch.equal(a, b) for a, b in pairwise(maps)) >= 4
     for _ in range(n):
         drawn = torch.zeros(len(start))
@@ -331,13 +397,24 @@ def test_noise_cancels_in_the_parameters_while_the_geometry_changes(noise: Noise
 class TestWarnings:
     """What rescales the noisy gradients over time undoes the cancellation: said, with the reason."""
 
-    def private(self, optimizer: Callable[..., torch.optim.Optimizer], **settings: Any) -> dpkfc.PrivateRun:
+    def private(
+        self, optimizer: Callable[..., torch.optim.Optimizer], **settings: Any
+    ) -> dpkfc.PrivateRun:
         model = nn.Linear(4, 2)
-        settings = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 9, "batch_size": BATCH} | settings
+        settings = {
+            "noise_multiplier": 1.0,
+            "delta": 1e-5,
+            "steps": 9,
+            "batch_size": BATCH,
+        } | settings
         data = TensorDataset(torch.zeros(RECORDS, 4))
-        return dpkfc.make_private(model, optimizer(model.parameters(), lr=0.1), data, loss=output, **settings)
+        return dpkfc.make_private(
+            model, optimizer(model.parameters(), lr=0.1), data, loss=output, **settings
+        )
 
-    @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
+    @pytest.mark.parametrize(
+        "optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop]
+    )
     def test_adam_and_its_kin(self, optimizer: Any) -> None:
         with pytest.warns(UserWarning, match=f"{optimizer.__name__} rescales"):
             private = self.private(optimizer, noise=dpkfc.noise.BandedToeplitz(3))

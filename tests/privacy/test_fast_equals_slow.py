@@ -125,7 +125,9 @@ def test_random_models(
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    dtype = torch.float32 if geometry is None else torch.float64  # maps enlarge rounding by their condition
+    dtype = (
+        torch.float32 if geometry is None else torch.float64
+    )  # maps enlarge rounding by their condition
     model = Random(layers, tied, vocabulary).to(dtype)
     parameters = list(model.parameters())
     for k in frozen:
@@ -137,7 +139,9 @@ def test_random_models(
     kfc = None
     if geometry is not None:
         kfc = dpkfc.KFC(Fixed(torch.randint(vocabulary, (7, LENGTH))), **GEOMETRIES[geometry])
-        private_sum(model, loss_of, x, batch, 1.0, geometry=kfc)  # builds the maps; the weights stay
+        private_sum(
+            model, loss_of, x, batch, 1.0, geometry=kfc
+        )  # builds the maps; the weights stay
         grads = mapped(kfc, model, grads)
     norms = reference_norms(grads)
     clip = max(float(norms.quantile(quantile)), 1e-3)

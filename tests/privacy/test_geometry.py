@@ -21,7 +21,9 @@ NOISE = dpkfc.probes.PinkNoise((1, 4, 4), classes=3)
 GEOMETRIES = {
     "A": lambda: dpkfc.KFC(NOISE, probes=32, every=2),
     "A, low rank": lambda: dpkfc.KFC(NOISE, probes=32, every=2, rank=4),
-    "AG": lambda: dpkfc.KFC(NOISE, probes=32, every=2, factors="AG", damping=0.01, stability=0.0, rank=None),
+    "AG": lambda: dpkfc.KFC(
+        NOISE, probes=32, every=2, factors="AG", damping=0.01, stability=0.0, rank=None
+    ),
     "AG, low rank, diagonal": lambda: dpkfc.KFC(
         NOISE, probes=32, every=2, factors="AG", damping=1e-3, rank=2, others="diagonal", post=0.5
     ),
@@ -53,10 +55,21 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]).float(), batch[1])
 
 
-def train(model: nn.Module, data: Dataset, geometry: Geometry, lr: float = 0.0, **settings: Any) -> dpkfc.PrivateRun:
+def train(
+    model: nn.Module, data: Dataset, geometry: Geometry, lr: float = 0.0, **settings: Any
+) -> dpkfc.PrivateRun:
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    defaults = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 3, "batch_size": 10, "clip": 0.5, "seed": 3}
-    private = dpkfc.make_private(model, optimizer, data, geometry=geometry, loss=loss_of, **{**defaults, **settings})
+    defaults = {
+        "noise_multiplier": 1.0,
+        "delta": 1e-5,
+        "steps": 3,
+        "batch_size": 10,
+        "clip": 0.5,
+        "seed": 3,
+    }
+    private = dpkfc.make_private(
+        model, optimizer, data, geometry=geometry, loss=loss_of, **{**defaults, **settings}
+    )
     for batch in private.loader:
         loss_of(model, batch).backward()
         optimizer.step()
@@ -80,7 +93,13 @@ class TestBlindToTheData:
         states = []
         for seed, records, batch_size, chunk in ((1, 40, 10, None), (7, 23, 5, 2)):
             geometry = GEOMETRIES[kind]()
-            train(small_cnn(), images(seed, records), geometry, batch_size=batch_size, max_physical_batch_size=chunk)
+            train(
+                small_cnn(),
+                images(seed, records),
+                geometry,
+                batch_size=batch_size,
+                max_physical_batch_size=chunk,
+            )
             states.append(tensors(geometry.state_dict()))
         assert len(states[0]) == len(states[1]) > 3
         for one, other in zip(*states, strict=True):
@@ -118,7 +137,12 @@ class TestBlindToTheData:
 
         train(small_cnn(), Watched(), WatchedKFC(NOISE, every=1))
         assert reading
-        assert list(inspect.signature(dpkfc.KFC.refresh).parameters) == ["self", "model", "capture", "step"]
+        assert list(inspect.signature(dpkfc.KFC.refresh).parameters) == [
+            "self",
+            "model",
+            "capture",
+            "step",
+        ]
 
     def test_probing_leaves_no_trace(self) -> None:
         model = small_cnn()
@@ -131,7 +155,9 @@ class TestBlindToTheData:
             train(one, images(1), geometry, noise_multiplier=0.0)
             states.append(torch.get_rng_state())
         assert torch.equal(*states), "the global generator, which dropout draws from, was moved"
-        assert float(model.counter) <= 4, "buffers saw the probes"  # three batches and the trial of the first
+        assert float(model.counter) <= 4, (
+            "buffers saw the probes"
+        )  # three batches and the trial of the first
 
 
 class TestNoSampleAboveC:
@@ -146,7 +172,9 @@ class TestNoSampleAboveC:
             one = TensorDataset(data.tensors[0][i : i + 1] * scale, data.tensors[1][i : i + 1])
             norm = contribution(model, one, GEOMETRIES[kind]())
             assert norm <= 0.5, "the clipped contribution exceeds C"
-            assert norm > 0.45 or scale < 1, "a large gradient should be clipped to C, not far below it"
+            assert norm > 0.45 or scale < 1, (
+                "a large gradient should be clipped to C, not far below it"
+            )
 
     @pytest.mark.parametrize("direction", ["largest", "smallest"])
     @pytest.mark.parametrize("rank", [None, 8])
@@ -156,10 +184,14 @@ class TestNoSampleAboveC:
         model = nn.Linear(40, 3)
         scales = 10.0 ** torch.linspace(3, -3, 40)
         probe = dpkfc.probes.Tabular(40, std=scales, classes=3)
-        geometry = dpkfc.KFC(probe, probes=30 if rank is None else 300, rank=rank, damping=1e-12, stability=1e-9)
+        geometry = dpkfc.KFC(
+            probe, probes=30 if rank is None else 300, rank=rank, damping=1e-12, stability=1e-9
+        )
         record = torch.zeros(1, 40)
         record[0, 0 if direction == "largest" else -1] = 1e3
-        assert contribution(model, TensorDataset(record, torch.tensor([1])), geometry) <= 0.5 * (1 + MARGIN)
+        assert contribution(model, TensorDataset(record, torch.tensor([1])), geometry) <= 0.5 * (
+            1 + MARGIN
+        )
 
     @pytest.mark.parametrize("kind", GEOMETRIES)
     def test_maps_that_change_within_a_batch_wait_for_the_next(self, kind: str) -> None:
@@ -170,7 +202,12 @@ class TestNoSampleAboveC:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         settings = {"noise_multiplier": 0.0, "delta": 0.5, "steps": 1, "batch_size": 1, "clip": 0.5}
         private = dpkfc.make_private(
-            model, optimizer, TensorDataset(x[:1], y[:1]), geometry=geometry, loss=loss_of, **settings
+            model,
+            optimizer,
+            TensorDataset(x[:1], y[:1]),
+            geometry=geometry,
+            loss=loss_of,
+            **settings,
         )
         private._noise = recorder(sums)
         for batch in private.loader:
@@ -211,7 +248,9 @@ def contribution(model: nn.Module, one: TensorDataset, geometry: Geometry) -> fl
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
 @pytest.mark.parametrize("kind", GEOMETRIES)
-def test_a_record_that_is_not_finite_after_the_map_contributes_exactly_zero(kind: str, bad: float) -> None:
+def test_a_record_that_is_not_finite_after_the_map_contributes_exactly_zero(
+    kind: str, bad: float
+) -> None:
     """4. The others are untouched."""
     grads = []
     for poison in (False, True):
@@ -221,9 +260,20 @@ def test_a_record_that_is_not_finite_after_the_map_contributes_exactly_zero(kind
         if poison:
             x, y = torch.cat([x, torch.full((1, 1, 4, 4), bad)]), torch.cat([y, y[:1]])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        settings = {"noise_multiplier": 0.0, "delta": 0.1, "steps": 1, "batch_size": len(x), "clip": 0.5}
+        settings = {
+            "noise_multiplier": 0.0,
+            "delta": 0.1,
+            "steps": 1,
+            "batch_size": len(x),
+            "clip": 0.5,
+        }
         private = dpkfc.make_private(
-            model, optimizer, TensorDataset(x, y), geometry=GEOMETRIES[kind](), loss=loss_of, **settings
+            model,
+            optimizer,
+            TensorDataset(x, y),
+            geometry=GEOMETRIES[kind](),
+            loss=loss_of,
+            **settings,
         )
         for batch in private.loader:
             loss_of(model, batch).backward()
@@ -244,7 +294,11 @@ class TestAnOracleSaysSo:
         data = images(1)
         with pytest.warns(UserWarning, match="PRIVATE records"):
             oracle = dpkfc.probes.Oracle(data)
-        for geometry in (dpkfc.KFC(oracle), dpkfc.KFC(dpkfc.probes.Hybrid(A=NOISE, G=oracle)), dpkfc.Diagonal(oracle)):
+        for geometry in (
+            dpkfc.KFC(oracle),
+            dpkfc.KFC(dpkfc.probes.Hybrid(A=NOISE, G=oracle)),
+            dpkfc.Diagonal(oracle),
+        ):
             private = train(small_cnn(), data, geometry)
             assert private.epsilon() == math.inf
             assert "inf" in str(private.plan) and "ORACLE" in private.plan.geometry

@@ -45,21 +45,31 @@ def start(
     model: nn.Module, data: Any, lr: float = 0.0, **settings: Any
 ) -> tuple[dpkfc.PrivateRun, torch.optim.Optimizer]:
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9 if lr else 0.0)
-    defaults: dict[str, Any] = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 4, "batch_size": 10, "clip": 0.5}
+    defaults: dict[str, Any] = {
+        "noise_multiplier": 1.0,
+        "delta": 1e-5,
+        "steps": 4,
+        "batch_size": 10,
+        "clip": 0.5,
+    }
     defaults |= {"seed": 3, "loss": loss_of}
     if "epsilon" in settings:
         del defaults["noise_multiplier"]
     return dpkfc.make_private(model, optimizer, data, **{**defaults, **settings}), optimizer
 
 
-def run(private: dpkfc.PrivateRun, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
+def run(
+    private: dpkfc.PrivateRun, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> list[dict[str, Tensor]]:
     """Train, and return the private gradients of every step."""
     steps = []
     for batch in private.loader:
         loss_of(model, batch).backward()
         optimizer.step()
         if private.took_step:
-            steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+            steps.append(
+                {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            )
         optimizer.zero_grad()
     return steps
 
@@ -73,12 +83,16 @@ class TestScaleClipNoise:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
-    def test_no_sample_contributes_more_than_the_clip(self, dtype: torch.dtype, scale: float) -> None:
+    def test_no_sample_contributes_more_than_the_clip(
+        self, dtype: torch.dtype, scale: float
+    ) -> None:
         model, data = small_cnn(dtype), images(dtype)
         clip = 0.5
         for i in range(6):
             one = TensorDataset(data.tensors[0][i : i + 1] * scale, data.tensors[1][i : i + 1])
-            private, optimizer = start(model, one, noise_multiplier=0.0, batch_size=1, steps=1, clip=clip, delta=0.5)
+            private, optimizer = start(
+                model, one, noise_multiplier=0.0, batch_size=1, steps=1, clip=clip, delta=0.5
+            )
             # the sum before it is rounded to the dtype of the parameter
             sums: list[Tensor] = []
             private._noise = Recorder(sums)
@@ -87,7 +101,9 @@ class TestScaleClipNoise:
             norm = torch.cat([s.flatten().double() for s in sums]).norm()
             assert norm <= clip, "the clipped contribution exceeds C"
             if scale > 1:
-                assert norm > 0.99 * clip, "a large gradient should be clipped to C, not far below it"
+                assert norm > 0.99 * clip, (
+                    "a large gradient should be clipped to C, not far below it"
+                )
 
     def test_neighbouring_batches_differ_by_at_most_the_clip(self) -> None:
         """Sensitivity, measured: one record more moves the sum by at most C."""
@@ -95,7 +111,9 @@ class TestScaleClipNoise:
         sums = []
         for count in (RECORDS - 1, RECORDS):
             some = TensorDataset(data.tensors[0][:count], data.tensors[1][:count])
-            private, optimizer = start(model, some, noise_multiplier=0.0, batch_size=count, steps=1, clip=0.05)
+            private, optimizer = start(
+                model, some, noise_multiplier=0.0, batch_size=count, steps=1, clip=0.05
+            )
             (grads,) = run(private, model, optimizer)
             private.detach()
             sums.append(flat(grads) * count)
@@ -118,7 +136,9 @@ class TestEveryParameter:
     def test_a_parameter_that_the_loss_does_not_reach_still_gets_noise(self) -> None:
         model = small_cnn()
         model.unused = nn.Linear(3, 3)
-        model.forward = lambda x: nn.Sequential.forward(nn.Sequential(*list(model.children())[:-1]), x)
+        model.forward = lambda x: nn.Sequential.forward(
+            nn.Sequential(*list(model.children())[:-1]), x
+        )
         private, optimizer = start(model, images(), steps=1)
         (grads,) = run(private, model, optimizer)
         assert set(grads) == {name for name, _ in model.named_parameters()}
@@ -182,19 +202,30 @@ class TestEveryParameter:
         foreign = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], 0.1)
         with pytest.raises(dpkfc.PrivacyError, match="1 parameters that are not in the model"):
             dpkfc.make_private(
-                model, foreign, images(), noise_multiplier=1.0, delta=1e-5, steps=1, batch_size=4, loss=loss_of
+                model,
+                foreign,
+                images(),
+                noise_multiplier=1.0,
+                delta=1e-5,
+                steps=1,
+                batch_size=4,
+                loss=loss_of,
             )
 
     def test_freezing_and_unfreezing_between_steps(self) -> None:
         model = small_cnn()
-        private, optimizer = start(model, images(), steps=3, batch_size=RECORDS, clip=1e9, noise_multiplier=0.0)
+        private, optimizer = start(
+            model, images(), steps=3, batch_size=RECORDS, clip=1e9, noise_multiplier=0.0
+        )
         seen = []
         for step, batch in enumerate(private.loader):
             model[0].requires_grad_(step != 1)
             model[4].weight.requires_grad_(step != 2)
             loss_of(model, batch).backward()
             optimizer.step()
-            seen.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+            seen.append(
+                {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            )
             optimizer.zero_grad()
         private.detach()
         assert "0.weight" not in seen[1] and "4.weight" not in seen[2] and len(seen[0]) == 8
@@ -202,7 +233,9 @@ class TestEveryParameter:
         loss_of(model, images().tensors).backward()
         for grads in seen:
             for name, grad in grads.items():
-                torch.testing.assert_close(grad, dict(model.named_parameters())[name].grad, rtol=1e-4, atol=1e-6)
+                torch.testing.assert_close(
+                    grad, dict(model.named_parameters())[name].grad, rtol=1e-4, atol=1e-6
+                )
 
     def test_changing_an_input_in_place_is_refused(self) -> None:
         class InPlace(nn.Module):
@@ -241,7 +274,9 @@ class TestNotFinite:
         private.detach()
         assert private.not_private.non_finite == 1
         for name in want:
-            torch.testing.assert_close(got[name] * RECORDS, want[name] * (RECORDS - 1), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                got[name] * RECORDS, want[name] * (RECORDS - 1), rtol=1e-5, atol=1e-6
+            )
 
     def test_poison_in_every_kind_of_layer(self) -> None:
         from test_layers import ALL, BATCH
@@ -300,9 +335,17 @@ class TestEmptyBatches:
             nn.init.zeros_(model.weight)
             data = TensorDataset(torch.zeros(10**5, 1))
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-            settings = {"noise_multiplier": 2.0, "delta": 1e-7, "steps": 1, "batch_size": 1, "clip": 3.0}
+            settings = {
+                "noise_multiplier": 2.0,
+                "delta": 1e-7,
+                "steps": 1,
+                "batch_size": 1,
+                "clip": 3.0,
+            }
             # its records are not inputs of the model: the loop computes no loss
-            private = dpkfc.make_private(model, optimizer, data, **settings, seed=seed, loss="unchecked")
+            private = dpkfc.make_private(
+                model, optimizer, data, **settings, seed=seed, loss="unchecked"
+            )
             if not list(private.loader):
                 assert private.steps == 1
                 assert abs(model.weight.std() / (2.0 * 3.0) - 1) < 0.05
@@ -311,7 +354,9 @@ class TestEmptyBatches:
 
     def test_division_is_by_the_expected_batch_size(self) -> None:
         model = small_cnn()
-        private, optimizer = start(model, images(), noise_multiplier=0.0, steps=20, batch_size=10, clip=1e-3)
+        private, optimizer = start(
+            model, images(), noise_multiplier=0.0, steps=20, batch_size=10, clip=1e-3
+        )
         for batch in private.loader:
             loss_of(model, batch).backward()
             optimizer.step()
@@ -345,15 +390,23 @@ class TestSampling:
         deviation = (counts - steps * rate) / math.sqrt(steps * rate * (1 - rate))
         assert deviation.abs().max() < 4.5, "a record is drawn too often or too rarely"
         variance = torch.tensor(sizes, dtype=torch.float64).var()
-        assert abs(variance / (records * rate * (1 - rate)) - 1) < 0.1, "batch sizes are not binomial"
-        assert abs(pairs - steps * rate**2) < 5 * math.sqrt(steps * rate**2), "two records are not drawn independently"
+        assert abs(variance / (records * rate * (1 - rate)) - 1) < 0.1, (
+            "batch sizes are not binomial"
+        )
+        assert abs(pairs - steps * rate**2) < 5 * math.sqrt(steps * rate**2), (
+            "two records are not drawn independently"
+        )
 
     @pytest.mark.parametrize(
         "build",
         [
-            lambda data: DataLoader(data, batch_size=4, sampler=WeightedRandomSampler(torch.ones(RECORDS), 10)),
+            lambda data: DataLoader(
+                data, batch_size=4, sampler=WeightedRandomSampler(torch.ones(RECORDS), 10)
+            ),
             lambda data: DataLoader(data, batch_sampler=[[0, 1], [2, 3]]),
-            lambda data: DataLoader(data, batch_size=4, sampler=torch.utils.data.RandomSampler(data, replacement=True)),
+            lambda data: DataLoader(
+                data, batch_size=4, sampler=torch.utils.data.RandomSampler(data, replacement=True)
+            ),
             lambda data: iter(data),
         ],
     )
@@ -395,7 +448,9 @@ class TestSampling:
 
     def test_one_batch_cannot_be_used_twice_nor_in_part(self) -> None:
         model = small_cnn()
-        private, optimizer = start(model, images(), batch_size=20, loss="unchecked")  # the records are counted anyway
+        private, optimizer = start(
+            model, images(), batch_size=20, loss="unchecked"
+        )  # the records are counted anyway
         with pytest.raises(dpkfc.PrivacyError, match="were seen by backward"):
             for batch in private.loader:
                 loss_of(model, batch).backward()
@@ -412,11 +467,15 @@ class TestSampling:
 
     def test_two_halves_under_one_backward_are_not_clipped_as_pairs(self) -> None:
         model, data = small_cnn(), images()
-        private, optimizer = start(model, data, batch_size=RECORDS, loss="unchecked")  # the records are counted anyway
+        private, optimizer = start(
+            model, data, batch_size=RECORDS, loss="unchecked"
+        )  # the records are counted anyway
         with pytest.raises(dpkfc.PrivacyError, match="were seen by backward"):
             for x, y in private.loader:
                 half = len(x) // 2
-                (loss_of(model, (x[:half], y[:half])) + loss_of(model, (x[half:], y[half:]))).backward()
+                (
+                    loss_of(model, (x[:half], y[:half])) + loss_of(model, (x[half:], y[half:]))
+                ).backward()
                 optimizer.step()
 
     def test_steps_beyond_the_plan_are_refused(self) -> None:
@@ -436,7 +495,13 @@ class TestNoise:
     def test_total_variance_does_not_depend_on_chunks(self, chunk: int | None) -> None:
         model = small_cnn()
         private, optimizer = start(
-            model, images(), max_physical_batch_size=chunk, noise_multiplier=3.0, clip=1e-6, steps=40, batch_size=20
+            model,
+            images(),
+            max_physical_batch_size=chunk,
+            noise_multiplier=3.0,
+            clip=1e-6,
+            steps=40,
+            batch_size=20,
         )
         noise = torch.cat([flat(grads) * 20 for grads in run(private, model, optimizer)])
         assert len(noise) > 20_000
@@ -447,7 +512,9 @@ class TestNoise:
         results = []
         for chunk in (None, 7, 1):
             model = small_cnn()
-            private, optimizer = start(model, images(), lr=0.1, max_physical_batch_size=chunk, batch_size=20)
+            private, optimizer = start(
+                model, images(), lr=0.1, max_physical_batch_size=chunk, batch_size=20
+            )
             run(private, model, optimizer)
             results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
         torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
@@ -489,8 +556,12 @@ class TestNoise:
                 loss_of(model, batch).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            outcomes.append((torch.cat([p.detach().flatten() for p in model.parameters()]), torch.rand(1)))
-        assert torch.equal(outcomes[0][0], outcomes[1][0]), "the run depends on the global generator"
+            outcomes.append(
+                (torch.cat([p.detach().flatten() for p in model.parameters()]), torch.rand(1))
+            )
+        assert torch.equal(outcomes[0][0], outcomes[1][0]), (
+            "the run depends on the global generator"
+        )
         torch.manual_seed(9)
         assert torch.equal(outcomes[0][1], torch.rand(1))
 
@@ -529,7 +600,9 @@ class TestCopies:
     """A copy of the model is a plain model, so that averaging or saving it cannot touch the run."""
 
     @pytest.mark.parametrize(
-        "copying", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+        "copying",
+        [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],
+        ids=["deepcopy", "pickle"],
     )
     def test_a_copy_is_plain_and_independent(self, copying: Any) -> None:
         model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.PReLU(4), nn.Linear(4, 3))
@@ -552,11 +625,17 @@ class TestCopies:
 
     def test_detach_leaves_nothing_behind(self) -> None:
         model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.PReLU(4), nn.Linear(4, 3))
-        before = [(len(m._forward_hooks), len(m._forward_pre_hooks), set(vars(m))) for m in model.modules()]
+        before = [
+            (len(m._forward_hooks), len(m._forward_pre_hooks), set(vars(m)))
+            for m in model.modules()
+        ]
         private, optimizer = start(model, images())
         run(private, model, optimizer)
         private.detach()
-        assert before == [(len(m._forward_hooks), len(m._forward_pre_hooks), set(vars(m))) for m in model.modules()]
+        assert before == [
+            (len(m._forward_hooks), len(m._forward_pre_hooks), set(vars(m)))
+            for m in model.modules()
+        ]
         loss_of(model, images().tensors).backward()
         optimizer.step()
         assert all(p.requires_grad and p.grad is not None for p in model.parameters())

@@ -65,7 +65,9 @@ class Nursery:
         self.process = process
         assert self._line() == "ready"
 
-    def live_and_die(self, path: Path, after: float, order: str = "charge-release", nap: float = 0.0) -> None:
+    def live_and_die(
+        self, path: Path, after: float, order: str = "charge-release", nap: float = 0.0
+    ) -> None:
         """One child, killed `after` so many seconds."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{path}\t{order}\t{nap}\n")
@@ -120,13 +122,17 @@ def test_after_any_kill_the_ledger_shows_what_was_released(
         # Every other time by a reader, which must find what is only in the log that the dead left behind.
         now = charged(path) if kill % 2 else read(path)[0].charged
         new = visible(path)[seen:]
-        assert new == list(range(before + 1, before + 1 + len(new)))  # each step once, from where the ledger stood
+        assert new == list(
+            range(before + 1, before + 1 + len(new))
+        )  # each step once, from where the ledger stood
         assert len(new) <= now - before <= len(new) + 1
         before, seen = now, seen + len(new)
     assert seen > kills / 10  # the children did live
 
 
-def test_a_kill_while_the_ledger_is_being_made_loses_nothing(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_kill_while_the_ledger_is_being_made_loses_nothing(
+    nursery: Nursery, tmp_path: Path
+) -> None:
     chance, lived = random.Random(2), 0
     for kill in range(60):
         path = tmp_path / f"{kill}.db"
@@ -138,11 +144,15 @@ def test_a_kill_while_the_ledger_is_being_made_loses_nothing(nursery: Nursery, t
 
 
 @pytest.mark.parametrize("order", ["charge-release", "release-charge"])
-def test_the_harness_finds_a_release_that_comes_before_its_charge(nursery: Nursery, tmp_path: Path, order: str) -> None:
+def test_the_harness_finds_a_release_that_comes_before_its_charge(
+    nursery: Nursery, tmp_path: Path, order: str
+) -> None:
     faults, before, seen = 0, 0, 0
     path = tmp_path / "ledger.db"
     for _ in range(5):
-        nursery.live_and_die(path, after=0.4, order=order, nap=0.15)  # almost all of a life is between the two
+        nursery.live_and_die(
+            path, after=0.4, order=order, nap=0.15
+        )  # almost all of a life is between the two
         now, new = charged(path), len(visible(path)) - seen
         faults += now - before < new
         before, seen = now, seen + new

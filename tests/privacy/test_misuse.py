@@ -10,12 +10,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 import dpkfc
 from dpkfc.engine import checkpoint
 
-RUN: dict[str, Any] = {"noise_multiplier": 1.0, "delta": 1e-3, "steps": 20, "batch_size": 20, "seed": 0}
+RUN: dict[str, Any] = {
+    "noise_multiplier": 1.0,
+    "delta": 1e-3,
+    "steps": 20,
+    "batch_size": 20,
+    "seed": 0,
+}
 RUN["loss"] = dpkfc.losses.cross_entropy
 
 
@@ -25,11 +38,15 @@ def records(count: int = 40) -> TensorDataset:
 
 
 def begin(
-    data: Dataset[Any] | DataLoader[Any] | None = None, model: nn.Module | None = None, **changed: Any
+    data: Dataset[Any] | DataLoader[Any] | None = None,
+    model: nn.Module | None = None,
+    **changed: Any,
 ) -> dpkfc.PrivateRun:
     model = nn.Linear(4, 2) if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return dpkfc.make_private(model, optimizer, records() if data is None else data, **{**RUN, **changed})
+    return dpkfc.make_private(
+        model, optimizer, records() if data is None else data, **{**RUN, **changed}
+    )
 
 
 def train(private: dpkfc.PrivateRun, steps: int | None = None) -> dpkfc.PrivateRun:
@@ -45,8 +62,12 @@ def train(private: dpkfc.PrivateRun, steps: int | None = None) -> dpkfc.PrivateR
 
 @pytest.mark.parametrize("width", [2, 600], ids=["of one position", "of several"])
 def test_a_batch_that_is_changed_after_backward_is_refused(width: int) -> None:
-    model = nn.Sequential(nn.Unflatten(1, (4, 1)), nn.Linear(1, width), nn.Flatten(), nn.Linear(4 * width, 2))
-    private = begin(model=model, loss="unchecked")  # what is compared with the loss would be changed too
+    model = nn.Sequential(
+        nn.Unflatten(1, (4, 1)), nn.Linear(1, width), nn.Flatten(), nn.Linear(4 * width, 2)
+    )
+    private = begin(
+        model=model, loss="unchecked"
+    )  # what is compared with the loss would be changed too
     x, y = next(iter(private.loader))
     F.cross_entropy(model(x), y).backward()
     x[0].fill_(1e6)
@@ -84,12 +105,19 @@ def test_the_state_of_another_run_is_refused_once_steps_were_taken(tmp_path: Pat
     private, other = train(begin(), 5), begin(seed=1)
     spent = private.epsilon()
     other.save(tmp_path / "other")
-    for load in (lambda: private.load_state_dict(other.state_dict()), lambda: private.load(tmp_path / "other")):
+    for load in (
+        lambda: private.load_state_dict(other.state_dict()),
+        lambda: private.load(tmp_path / "other"),
+    ):
         before = [p.detach().clone() for p in private.model.parameters()]
-        with pytest.raises(dpkfc.PrivacyError, match="belongs to another run, and this one has taken 5 steps"):
+        with pytest.raises(
+            dpkfc.PrivacyError, match="belongs to another run, and this one has taken 5 steps"
+        ):
             load()
         assert private.epsilon() == spent and private.steps == 5
-        assert all(torch.equal(p, b) for p, b in zip(private.model.parameters(), before, strict=True))
+        assert all(
+            torch.equal(p, b) for p, b in zip(private.model.parameters(), before, strict=True)
+        )
     other.load_state_dict(private.state_dict())
     assert other.epsilon() == spent, "a fresh run may continue it"
 
@@ -115,7 +143,9 @@ def test_a_load_that_fails_counts_the_steps_of_the_weights_that_it_brought(tmp_p
     fresh = dpkfc.make_private(model, torch.optim.SGD(groups, lr=0.1), records(), **RUN)
     with pytest.raises(dpkfc.PrivacyError, match="parameter groups"):
         fresh.load(tmp_path / "checkpoint")
-    assert torch.equal(model.weight, before) and fresh.epsilon() == 0, "it was seen before anything was changed"
+    assert torch.equal(model.weight, before) and fresh.epsilon() == 0, (
+        "it was seen before anything was changed"
+    )
 
     class Failing:
         def state_dict(self) -> dict[str, Any]:
@@ -128,7 +158,10 @@ def test_a_load_that_fails_counts_the_steps_of_the_weights_that_it_brought(tmp_p
     fresh = begin()
     with pytest.raises(ValueError, match="does not fit"):
         fresh.load(tmp_path / "checkpoint", other=Failing())
-    assert torch.equal(fresh.model.weight, trained.model.weight) and fresh.epsilon() == trained.epsilon()
+    assert (
+        torch.equal(fresh.model.weight, trained.model.weight)
+        and fresh.epsilon() == trained.epsilon()
+    )
 
 
 def test_nothing_of_a_checkpoint_is_left(tmp_path: Path) -> None:
@@ -159,7 +192,9 @@ def test_what_is_to_happen_after_every_step_happens_after_empty_ones_too() -> No
         optimizer.zero_grad()
         seen += 1
     assert 0 < seen < 60 == private.steps
-    assert int(averaged.n_averaged) == 60 and optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**60)
+    assert int(averaged.n_averaged) == 60 and optimizer.param_groups[0]["lr"] == pytest.approx(
+        0.1 * 0.9**60
+    )
 
 
 def test_after_step_waits_for_the_last_part_of_a_batch() -> None:
@@ -172,7 +207,10 @@ def test_after_step_waits_for_the_last_part_of_a_batch() -> None:
 def test_the_plan_says_when_batches_may_be_empty() -> None:
     plan: dict[str, Any] = {"noise_multiplier": 1.0, "delta": 1e-3, "steps": 20, "clip": 1.0}
     said = dict(dpkfc.Plan.make(records=100, batch_size=4, **plan).statement())
-    assert "0.337 of 20 batches are expected to be empty" in said["not covered"] and "after_step" in said["not covered"]
+    assert (
+        "0.337 of 20 batches are expected to be empty" in said["not covered"]
+        and "after_step" in said["not covered"]
+    )
     assert "empty" not in str(dpkfc.Plan.make(records=10_000, batch_size=100, **plan).statement())
 
 
@@ -271,11 +309,17 @@ def test_a_collate_function_that_mixes_records_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "share",
-    [lambda data: data, lambda data: data.tensors, lambda data: (data.tensors[0][30:], data.tensors[1][30:])],
+    [
+        lambda data: data,
+        lambda data: data.tensors,
+        lambda data: (data.tensors[0][30:], data.tensors[1][30:]),
+    ],
     ids=["itself", "its tensors", "some of its records"],
 )
 @pytest.mark.parametrize("around", ["probe", "hybrid", "through", "adadps"])
-def test_public_data_is_not_the_private_data(share: Callable[[TensorDataset], Any], around: str) -> None:
+def test_public_data_is_not_the_private_data(
+    share: Callable[[TensorDataset], Any], around: str
+) -> None:
     data = records()
     public = dpkfc.probes.PublicData(share(data))
     probes: dict[str, Any] = {

@@ -36,7 +36,9 @@ DATA = TensorDataset(PRIVATE, LABELS)
 class Own(Dataset[Any]):
     """A class of the user's own, which hands out what it is given, and may be slow or random about it."""
 
-    def __init__(self, rows: Any, seconds: float = 0.0, change: Callable[[Any], Any] = lambda record: record) -> None:
+    def __init__(
+        self, rows: Any, seconds: float = 0.0, change: Callable[[Any], Any] = lambda record: record
+    ) -> None:
         self.rows, self.seconds, self.change = rows, seconds, change
         self.read: list[int] = []
 
@@ -54,7 +56,9 @@ def refused(public: Any, private: Any = DATA) -> tuple[int, int, int]:
     with pytest.raises(dpkfc.PrivacyError, match="PublicData holds private records") as caught:
         check_apart(dpkfc.probes.PublicData(public), private)
     message = str(caught.value)
-    assert "Remove them from PublicData, or use noise instead: PinkNoise, Tokens, Tabular" in message
+    assert (
+        "Remove them from PublicData, or use noise instead: PinkNoise, Tokens, Tabular" in message
+    )
     found = re.search(r": (\d+) of (\d+) public records .* at position (\d+)\.", message)
     assert found is not None
     count, of, place = (int(group) for group in found.groups())
@@ -76,21 +80,31 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "in another memory layout": lambda x, y: x.T.contiguous().T,
     "a dict": lambda x, y: {"pixels": x.clone(), "label": y},
     "a dict with more in it": lambda x, y: {"index": y + 100, "target": y, "pixels": x.clone()},
-    "a list of dicts": lambda x, y: [{"label": int(b), "image": a.numpy()} for a, b in zip(x, y, strict=True)],
-    "a list of tuples": lambda x, y: [(a.tolist(), int(b)) for a, b in zip(x.double(), y, strict=True)],
+    "a list of dicts": lambda x, y: [
+        {"label": int(b), "image": a.numpy()} for a, b in zip(x, y, strict=True)
+    ],
+    "a list of tuples": lambda x, y: [
+        (a.tolist(), int(b)) for a, b in zip(x.double(), y, strict=True)
+    ],
     "a class": lambda x, y: Own([(a, b) for a, b in zip(x, y, strict=True)]),
     "a class without labels": lambda x, y: Own(list(x.clone())),
     "nested": lambda x, y: [({"a": a, "length": 5}, b) for a, b in zip(x, y, strict=True)],
     "a subset": lambda x, y: Subset(TensorDataset(torch.cat([OTHERS, x])), range(30, 30 + len(x))),
-    "parts": lambda x, y: ConcatDataset([TensorDataset(x[:1], y[:1]), Own([(a, 0) for a in x[1:]])]),
+    "parts": lambda x, y: ConcatDataset(
+        [TensorDataset(x[:1], y[:1]), Own([(a, 0) for a in x[1:]])]
+    ),
 }
-PRIVATE_FORMS = {name: FORMS[name] for name in ("with labels", "a list of dicts", "a class", "a subset", "parts")}
+PRIVATE_FORMS = {
+    name: FORMS[name] for name in ("with labels", "a list of dicts", "a class", "a subset", "parts")
+}
 
 
 @pytest.mark.parametrize("private", PRIVATE_FORMS)
 @pytest.mark.parametrize("public", FORMS)
 @settings(max_examples=8, deadline=None)
-@given(rows=st.lists(st.integers(0, 29), min_size=1, max_size=30, unique=True), begin=st.integers(0, 3))
+@given(
+    rows=st.lists(st.integers(0, 29), min_size=1, max_size=30, unique=True), begin=st.integers(0, 3)
+)
 def test_any_subset_of_the_private_records_is_found_in_any_form(
     public: str, private: str, rows: list[int], begin: int
 ) -> None:
@@ -109,7 +123,15 @@ def test_other_records_are_accepted_in_any_form(public: str, private: str) -> No
     assert accepted(FORMS[public](OTHERS, LABELS), data), "and all of them were compared"
 
 
-TYPES = [torch.uint8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64]
+TYPES = [
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+]
 
 
 @pytest.mark.parametrize("other", TYPES, ids=str)
@@ -123,12 +145,20 @@ def test_values_are_the_same_in_every_type(one: torch.dtype, other: torch.dtype)
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(-(2**62), 2**62), min_size=1, max_size=4), st.integers(0, 3), st.integers(1, 2**40))
+@given(
+    st.lists(st.integers(-(2**62), 2**62), min_size=1, max_size=4),
+    st.integers(0, 3),
+    st.integers(1, 2**40),
+)
 def test_large_whole_numbers_are_told_apart(words: list[int], at: int, change: int) -> None:
     """Token ids and hashes: float32 has 24 bits only."""
     other = list(words)
     other[at % len(words)] += change
-    for made in (torch.tensor, lambda rows: [np.array(row) for row in rows], lambda rows: [(row, 0) for row in rows]):
+    for made in (
+        torch.tensor,
+        lambda rows: [np.array(row) for row in rows],
+        lambda rows: [(row, 0) for row in rows],
+    ):
         assert accepted(made([other]), TensorDataset(torch.tensor([words])))
         assert refused(made([words]), TensorDataset(torch.tensor([words]))) == (1, 1, 0)
 
@@ -137,7 +167,9 @@ def test_texts_and_negative_zeros() -> None:
     texts = [{"text": f"record {i}", "label": i} for i in range(20)]
     assert refused([{"text": "new"}, {"text": "record 7"}], texts) == (1, 2, 1)
     assert accepted([{"text": "record 20"}], texts)
-    assert refused(torch.tensor([[-0.0, 1.0]]), TensorDataset(torch.tensor([[0.0, 1.0], [2.0, 3.0]]))) == (1, 1, 0)
+    assert refused(
+        torch.tensor([[-0.0, 1.0]]), TensorDataset(torch.tensor([[0.0, 1.0], [2.0, 3.0]]))
+    ) == (1, 1, 0)
 
 
 def test_a_file_that_is_read_twice(tmp_path: Path) -> None:
@@ -152,10 +184,14 @@ def test_a_file_that_is_read_twice(tmp_path: Path) -> None:
 def test_equal_records_of_a_coarse_table_are_not_evidence_unless_they_are_most() -> None:
     private = TensorDataset(torch.tensor([[0.0, 1.0]] * 5 + [[1.0, 1.0]] * 5 + [[3.0, 3.0]]))
     common, rare, new = [0.0, 1.0], [3.0, 3.0], [7.0, 7.0]
-    assert accepted(torch.tensor([common, new, new]), private), "it occurs five times: a coincidence"
+    assert accepted(torch.tensor([common, new, new]), private), (
+        "it occurs five times: a coincidence"
+    )
     assert accepted(torch.tensor([common, new]), private), "half of them is not more than half"
     assert refused(torch.tensor([common, common, new]), private) == (2, 3, 0)
-    assert refused(torch.tensor([new, new, new, common, rare]), private) == (2, 5, 3), "this one occurs once"
+    assert refused(torch.tensor([new, new, new, common, rare]), private) == (2, 5, 3), (
+        "this one occurs once"
+    )
 
 
 # -- data sets that are slow to read
@@ -168,7 +204,11 @@ def test_slow_data_sets_are_sampled_within_the_time(monkeypatch: pytest.MonkeyPa
     assert check_apart(dpkfc.probes.PublicData(public), private) is False
     assert time.monotonic() - begun < 5
     for side in (public, private):
-        assert 5 < len(side.read) < 3000 and side.read != sorted(side.read) and len(set(side.read)) == len(side.read)
+        assert (
+            5 < len(side.read) < 3000
+            and side.read != sorted(side.read)
+            and len(set(side.read)) == len(side.read)
+        )
     again = Own(list(OTHERS) * 100, 0.002)
     check_apart(dpkfc.probes.PublicData(again), private)
     assert again.read[:10] != public.read[:10], "another sample every time"
@@ -195,7 +235,9 @@ def test_records_in_which_nothing_can_be_compared_are_not_complete() -> None:
 # -- random transforms
 
 
-@pytest.mark.parametrize("draw", [torch.rand, np.random.random, random.random], ids=["torch", "numpy", "python"])
+@pytest.mark.parametrize(
+    "draw", [torch.rand, np.random.random, random.random], ids=["torch", "numpy", "python"]
+)
 def test_random_transforms_do_the_same_to_the_same_record(draw: Callable[..., Any]) -> None:
     def changed(record: Tensor) -> Tensor:
         return record + (draw(()) if draw is torch.rand else draw())
@@ -216,11 +258,15 @@ def test_make_private_refuses_a_copy_and_an_oracle_is_exempt() -> None:
         model = nn.Linear(5, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run: dict[str, Any] = {"noise_multiplier": 1.0, "delta": 1e-3, "steps": 5, "batch_size": 10}
-        return dpkfc.make_private(model, optimizer, DATA, geometry=dpkfc.KFC(probe), loss=cross_entropy, **run)
+        return dpkfc.make_private(
+            model, optimizer, DATA, geometry=dpkfc.KFC(probe), loss=cross_entropy, **run
+        )
 
     with pytest.raises(dpkfc.PrivacyError, match=r"3 of 33 public records .* position 30"):
         begin(dpkfc.probes.PublicData(torch.cat([OTHERS, PRIVATE[:3]])))
-    both = dpkfc.probes.Hybrid(A=dpkfc.probes.PublicData(OTHERS), G=dpkfc.probes.PublicData(PRIVATE.double()))
+    both = dpkfc.probes.Hybrid(
+        A=dpkfc.probes.PublicData(OTHERS), G=dpkfc.probes.PublicData(PRIVATE.double())
+    )
     with pytest.raises(dpkfc.PrivacyError, match=r"30 of 30 public records"):
         begin(both)
     assert begin(dpkfc.probes.PublicData(OTHERS)).plan.public_geometry

@@ -22,13 +22,21 @@ import dpkfc
 RECORDS, STEPS, CLIP = 20, 4000, 2.5
 
 
-def released(with_record: bool, batch_size: int, sigma: float, chunk: int | None, size: float = 1e3) -> np.ndarray:
+def released(
+    with_record: bool, batch_size: int, sigma: float, chunk: int | None, size: float = 1e3
+) -> np.ndarray:
     x = torch.zeros(RECORDS if with_record else RECORDS - 1, 3)
     if with_record:
         x[0, 0] = size
     model = nn.Linear(3, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    settings = {"noise_multiplier": sigma, "delta": 1e-5, "steps": STEPS, "batch_size": batch_size, "clip": CLIP}
+    settings = {
+        "noise_multiplier": sigma,
+        "delta": 1e-5,
+        "steps": STEPS,
+        "batch_size": batch_size,
+        "clip": CLIP,
+    }
     private = dpkfc.make_private(
         model, optimizer, TensorDataset(x), **settings, seed=11, max_physical_batch_size=chunk, options=dpkfc.Options(check=False),
         loss=lambda model, batch: model(batch[0]).mean(),
@@ -46,10 +54,14 @@ def released(with_record: bool, batch_size: int, sigma: float, chunk: int | None
 
 
 def mixture(rate: float, sigma: float, shift: float = 1.0) -> Callable[[np.ndarray], np.ndarray]:
-    return lambda z: (1 - rate) * stats.norm.cdf(z, 0, sigma) + rate * stats.norm.cdf(z, shift, sigma)
+    return lambda z: (
+        (1 - rate) * stats.norm.cdf(z, 0, sigma) + rate * stats.norm.cdf(z, shift, sigma)
+    )
 
 
-@pytest.mark.parametrize(("batch_size", "sigma", "chunk"), [(6, 0.4, None), (6, 0.4, 2), (2, 1.0, None), (20, 0.7, 7)])
+@pytest.mark.parametrize(
+    ("batch_size", "sigma", "chunk"), [(6, 0.4, None), (6, 0.4, 2), (2, 1.0, None), (20, 0.7, 7)]
+)
 def test_with_the_record(batch_size: int, sigma: float, chunk: int | None) -> None:
     sums = released(True, batch_size, sigma, chunk)
     rate = batch_size / RECORDS
@@ -59,7 +71,9 @@ def test_with_the_record(batch_size: int, sigma: float, chunk: int | None) -> No
     spread = math.sqrt((rate * (1 - rate) + sigma**2) / STEPS)
     assert abs(sums[:, 0].mean() - rate) < 4.5 * spread
     steps = sums[:, 0] - sums[:, 0].mean()
-    assert abs((steps[1:] * steps[:-1]).mean()) < 4.5 * (rate * (1 - rate) + sigma**2) / math.sqrt(STEPS)
+    assert abs((steps[1:] * steps[:-1]).mean()) < 4.5 * (rate * (1 - rate) + sigma**2) / math.sqrt(
+        STEPS
+    )
 
 
 def test_without_the_record() -> None:

@@ -28,7 +28,11 @@ Clip = float | dpkfc.AutomaticClipping
 
 
 def released(
-    model: nn.Module, loss: Callable[..., Tensor], *data: Tensor, clip: Clip = CLIP, geometry: Any = None
+    model: nn.Module,
+    loss: Callable[..., Tensor],
+    *data: Tensor,
+    clip: Clip = CLIP,
+    geometry: Any = None,
 ) -> Tensor:
     """The sum over all records, clipped, without noise."""
     records, optimizer = len(data[0]), torch.optim.SGD(model.parameters(), lr=1.0)
@@ -50,7 +54,9 @@ def released(
         assert len(batch[0]) == records, "at a sampling rate of 1 all of them are drawn"
         loss(model, *batch).backward()
         optimizer.step()
-    return torch.cat([p.grad.double().flatten() * records for p in model.parameters() if p.grad is not None])
+    return torch.cat(
+        [p.grad.double().flatten() * records for p in model.parameters() if p.grad is not None]
+    )
 
 
 class Mean(nn.Module):
@@ -75,9 +81,12 @@ def rounded_one_way(positions: int, width: int, size: float) -> Tensor:
 
 @pytest.mark.parametrize("size", [2.0**k for k in (12, 16, 19, 21)])
 @pytest.mark.parametrize(
-    ("kind", "positions", "width"), [("linear", 64, 512), ("linear", 256, 512), ("conv1d", 64, 512), ("conv2d", 64, 64)]
+    ("kind", "positions", "width"),
+    [("linear", 64, 512), ("linear", 256, 512), ("conv1d", 64, 512), ("conv2d", 64, 64)],
 )
-def test_positions_that_are_rounded_one_way(kind: str, positions: int, width: int, size: float) -> None:
+def test_positions_that_are_rounded_one_way(
+    kind: str, positions: int, width: int, size: float
+) -> None:
     record = rounded_one_way(positions, width, size)
     if kind == "linear":
         x, model = record, Mean(nn.Linear(width, width, bias=False), 1)
@@ -85,9 +94,14 @@ def test_positions_that_are_rounded_one_way(kind: str, positions: int, width: in
         x, model = record.T, Mean(nn.Conv1d(width, width, 1, bias=False), 2)
     else:
         side = int(positions**0.5)
-        x, model = record.T.reshape(width, side, side), Mean(nn.Conv2d(width, width, 1, bias=False), 2)
+        x, model = (
+            record.T.reshape(width, side, side),
+            Mean(nn.Conv2d(width, width, 1, bias=False), 2),
+        )
     data = torch.stack([x, torch.zeros_like(x)])
-    total = released(model, lambda model, x, y: (model(x).flatten(1) * y).sum(1).mean(), data, torch.ones(2, 1))
+    total = released(
+        model, lambda model, x, y: (model(x).flatten(1) * y).sum(1).mean(), data, torch.ones(2, 1)
+    )
     assert total.norm() <= CLIP * (1 + 1e-4)
 
 
@@ -96,7 +110,10 @@ class Weighted(nn.Module):
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False) if tied else nn.Identity()
+        self.embed, self.head = (
+            nn.Embedding(12, 8),
+            nn.Linear(8, 12, bias=False) if tied else nn.Identity(),
+        )
         nn.init.constant_(self.embed.weight, 0.01)
         if tied:
             self.head.weight = self.embed.weight
@@ -113,7 +130,9 @@ def test_tokens_that_cancel_do_not_swallow_what_others_add(tied: bool, size: flo
     with_it = torch.cat([ids, ids[:1]]), torch.cat([weights, torch.tensor([[size, -size]])])
 
     def total(ids: Tensor, weights: Tensor) -> Tensor:
-        return released(Weighted(tied), lambda model, i, w: model(i, w).flatten(1).sum(1).mean(), ids, weights)
+        return released(
+            Weighted(tied), lambda model, i, w: model(i, w).flatten(1).sum(1).mean(), ids, weights
+        )
 
     without = total(ids, weights)
     assert without.norm() > 4
@@ -171,7 +190,10 @@ def test_a_record_along_what_the_map_shrinks_does_not_round_what_others_add() ->
     y = (left[:, 0].float() / float(of_left[0])).unsqueeze(0)
     for power in range(23, 27):
         small = 2.0**-power / float(of_left[0] * of_right[0])
-        others = (small * striped).view(1, 16, 1).expand(4096, 16, 8), left[:, -1].float().expand(4096, 16)
+        others = (
+            (small * striped).view(1, 16, 1).expand(4096, 16, 8),
+            left[:, -1].float().expand(4096, 16),
+        )
         without = total(*others)[0]
         with_it = total(torch.cat([x, others[0]]), torch.cat([y, others[1]]))[0]
         assert (with_it - without).norm() <= CLIP * (1 + 1e-4)
@@ -195,7 +217,9 @@ def test_a_factor_whose_square_is_no_number_hides_nothing(
         total = released(model, lambda model, x, y: (model(x) * y).sum(1).mean(), x, y, clip=clip)
     finally:
         torch.set_flush_denormal(False)
-    assert total.norm() <= (clip.norm if isinstance(clip, dpkfc.AutomaticClipping) else clip) * (1 + 1e-4)
+    assert total.norm() <= (clip.norm if isinstance(clip, dpkfc.AutomaticClipping) else clip) * (
+        1 + 1e-4
+    )
 
 
 @pytest.mark.parametrize("entries", [10, 512, 513, 262_144, 3_000_001])

@@ -21,7 +21,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent, SelfComposedDpEvent, pld
+from dp_accounting import (
+    GaussianDpEvent,
+    NeighboringRelation,
+    PoissonSampledDpEvent,
+    SelfComposedDpEvent,
+    pld,
+)
 from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -49,11 +55,23 @@ def network(features: int = 4, hidden: int = 8) -> nn.Sequential:
 
 
 def begin(
-    model: nn.Module, data: Any = None, optimizer: torch.optim.Optimizer | None = None, **changed: Any
+    model: nn.Module,
+    data: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    **changed: Any,
 ) -> dpkfc.PrivateRun:
-    settings = {"noise_multiplier": 1.0, "delta": 1e-3, "steps": 6, "batch_size": 10, "loss": cross_entropy, "seed": 0}
+    settings = {
+        "noise_multiplier": 1.0,
+        "delta": 1e-3,
+        "steps": 6,
+        "batch_size": 10,
+        "loss": cross_entropy,
+        "seed": 0,
+    }
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer
-    return dpkfc.make_private(model, optimizer, table() if data is None else data, **{**settings, **changed})
+    return dpkfc.make_private(
+        model, optimizer, table() if data is None else data, **{**settings, **changed}
+    )
 
 
 def train(private: dpkfc.PrivateRun, steps: int | None = None) -> dpkfc.PrivateRun:
@@ -89,7 +107,9 @@ class WatchedNoise:
 
 
 @pytest.mark.parametrize("parts", [None, 4])
-def test_the_charge_is_on_disk_before_noise_is_added_and_anything_released(tmp_path: Path, parts: int | None) -> None:
+def test_the_charge_is_on_disk_before_noise_is_added_and_anything_released(
+    tmp_path: Path, parts: int | None
+) -> None:
     """Kills, in run.py: `_before_step` with `ledger.charge` after `_release`; `charge` moved into `_after_step`."""
     ledger, model = Ledger(tmp_path / "ledger", "people"), network()
     private = begin(model, ledger=ledger, max_physical_batch_size=parts)
@@ -104,7 +124,9 @@ def test_the_charge_is_on_disk_before_noise_is_added_and_anything_released(tmp_p
 
     ledger.charge = charge  # type: ignore[method-assign]
     train(private)
-    assert seen == [(step + 1, step) for step in range(6)], "each step is charged once, before its noise is drawn"
+    assert seen == [(step + 1, step) for step in range(6)], (
+        "each step is charged once, before its noise is drawn"
+    )
     assert noise.charged == [1, 2, 3, 4, 5, 6], "and on disk by then"
 
 
@@ -128,7 +150,11 @@ def test_a_failing_charge_releases_nothing(tmp_path: Path, parts: int | None, fa
     assert all(p.grad is None for p in model.parameters())
     assert torch.equal(vector(model.parameters()), before)
     assert len(noise.charged) == failing - 1, "no noise was drawn"
-    assert (after["step"], after["key"]) == (state["step"], state["key"]) == (failing - 1, state["key"])
+    assert (
+        (after["step"], after["key"])
+        == (state["step"], state["key"])
+        == (failing - 1, state["key"])
+    )
     assert private.epsilon() == epsilon
 
 
@@ -138,7 +164,9 @@ def test_a_failing_charge_releases_nothing(tmp_path: Path, parts: int | None, fa
 OPTIMIZERS: dict[str, Any] = {
     "adambc": lambda p: dpkfc.optim.DPAdamBC(p, lr=0.05),
     "disk": lambda p: dpkfc.optim.DiSK(torch.optim.SGD(p, lr=0.1, momentum=0.5), kappa=0.6),
-    "disk, two gradients": lambda p: dpkfc.optim.DiSK(torch.optim.SGD(p, lr=0.1), kappa=0.6, gamma=0.3),
+    "disk, two gradients": lambda p: dpkfc.optim.DiSK(
+        torch.optim.SGD(p, lr=0.1), kappa=0.6, gamma=0.3
+    ),
     "disk around adambc": lambda p: dpkfc.optim.DiSK(dpkfc.optim.DPAdamBC(p, lr=0.05), kappa=0.6),
 }
 
@@ -153,7 +181,9 @@ def test_weights_are_a_function_of_the_released_gradients_alone(name: str) -> No
     model = network()
     alone = copy.deepcopy(model)
     optimizer = OPTIMIZERS[name](model.parameters())
-    two = getattr(optimizer, "gradients_a_step", 1) == 2  # its gradients are not those of the loss at one point
+    two = (
+        getattr(optimizer, "gradients_a_step", 1) == 2
+    )  # its gradients are not those of the loss at one point
     private = begin(model, optimizer=optimizer, loss="unchecked" if two else cross_entropy)
     released: list[list[Tensor]] = []
     weights: list[Tensor] = []
@@ -192,15 +222,21 @@ def clipped_sum(model: nn.Module, batch: Any, clip: float) -> list[Tensor]:
     exact = copy.deepcopy(model).double().requires_grad_(True)
     totals = [torch.zeros_like(p) for p in exact.parameters()]
     for x, y in zip(*batch, strict=True):
-        grads = torch.autograd.grad(cross_entropy(exact, (x[None].double(), y[None])), list(exact.parameters()))
+        grads = torch.autograd.grad(
+            cross_entropy(exact, (x[None].double(), y[None])), list(exact.parameters())
+        )
         norm = float(vector(grads).norm())
-        totals = [total + grad * min(1.0, clip / norm) for total, grad in zip(totals, grads, strict=True)]
+        totals = [
+            total + grad * min(1.0, clip / norm) for total, grad in zip(totals, grads, strict=True)
+        ]
     return totals
 
 
 @pytest.mark.parametrize("noise_multiplier", [1e-3, 1.0])
 @pytest.mark.parametrize("late", ["0.weight", "0.bias", "0.", "2.weight"])
-def test_parameters_unfrozen_later_are_in_the_norm_and_get_noise(late: str, noise_multiplier: float) -> None:
+def test_parameters_unfrozen_later_are_in_the_norm_and_get_noise(
+    late: str, noise_multiplier: float
+) -> None:
     """Kills: run.py `_release` with `self._layout` for `trainable`, or noise for the names in `self._layout` only;
     capture/tape.py `drain` with the norms of slots that were trainable at first only.
 
@@ -213,7 +249,9 @@ def test_parameters_unfrozen_later_are_in_the_norm_and_get_noise(late: str, nois
     chosen = [p for name, p in model.named_parameters() if name.startswith(late)]
     for p in chosen:
         p.requires_grad_(False)
-    private = begin(model, data, clip=clip, noise_multiplier=noise_multiplier, batch_size=20, steps=4)
+    private = begin(
+        model, data, clip=clip, noise_multiplier=noise_multiplier, batch_size=20, steps=4
+    )
     planned = noise_multiplier * clip / 20
     train(private, 1)
     for p in chosen:
@@ -230,7 +268,9 @@ def test_parameters_unfrozen_later_are_in_the_norm_and_get_noise(late: str, nois
         private.optimizer.zero_grad()
     for name, each in squares.items():
         allowed = 5 * math.sqrt(2 / len(each)) + 0.001  # five standard errors, and the grid
-        assert abs(float(each.mean()) - 1) < allowed, f"{name}: noise variance / planned = {float(each.mean()):.4g}"
+        assert abs(float(each.mean()) - 1) < allowed, (
+            f"{name}: noise variance / planned = {float(each.mean()):.4g}"
+        )
     assert private.not_private.clipped > 0
 
 
@@ -270,7 +310,12 @@ def test_an_automatic_clip_looks_at_no_private_record(kind: str) -> None:
         return private.plan.clip
 
     (x, y), (other, _) = table().tensors, table(seed=1).tensors
-    clips = [chosen(x, y), chosen(other, y.flip(0)), chosen(1e6 * x, y), chosen(1e-6 * other, 2 - y)]
+    clips = [
+        chosen(x, y),
+        chosen(other, y.flip(0)),
+        chosen(1e6 * x, y),
+        chosen(1e-6 * other, 2 - y),
+    ]
     assert clips == [clips[0]] * 4 and clips[0] > 0
     torch.manual_seed(1)
     assert chosen(x, y) == clips[0], "nor at the global generator"
@@ -294,7 +339,10 @@ def pieces(value: Any) -> Iterator[bytes]:
         yield value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     elif isinstance(value, str):
         yield value.encode()
-        yield from (bytes.fromhex(found) for found in re.findall(r"[0-9a-f]{64}|[0-9a-f]{32}", value.lower()))
+        yield from (
+            bytes.fromhex(found)
+            for found in re.findall(r"[0-9a-f]{64}|[0-9a-f]{32}", value.lower())
+        )
     elif isinstance(value, bytes | bytearray):
         yield bytes(value)
     elif isinstance(value, int) and value > 2**100:
@@ -332,7 +380,9 @@ STREAMS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.parametrize("resumed", [False, True])
-def test_no_earlier_noise_follows_from_a_checkpoint(name: str, resumed: bool, tmp_path: Path) -> None:
+def test_no_earlier_noise_follows_from_a_checkpoint(
+    name: str, resumed: bool, tmp_path: Path
+) -> None:
     """Kills: run.py `state_dict` with the first or the previous key, or half of the key of the last noise, as text, a
     number or a tensor; run.py `_before_step` that advances the key only at the next step; noise/stream.py
     `_Buffers.state_dict` with keys; checkpoint.py `save` writing an older state as well.
@@ -356,7 +406,9 @@ def test_no_earlier_noise_follows_from_a_checkpoint(name: str, resumed: bool, tm
 
     state = private.state_dict()
     everything = [*pieces(state), *written(tmp_path / "checkpoint")]
-    forbidden = {rng.sub_key(key, purpose) for key in past for purpose in ("noise", "sampling")} | set(past)
+    forbidden = {
+        rng.sub_key(key, purpose) for key in past for purpose in ("noise", "sampling")
+    } | set(past)
     for secret in forbidden:
         # the cipher reads 16 bytes of a key
         for piece in everything:
@@ -367,7 +419,9 @@ def test_no_earlier_noise_follows_from_a_checkpoint(name: str, resumed: bool, tm
         assert forbidden.isdisjoint(derived(key, 50))
 
 
-def test_a_recorded_key_gives_away_its_noise_and_a_later_checkpoint_does_not(tmp_path: Path) -> None:
+def test_a_recorded_key_gives_away_its_noise_and_a_later_checkpoint_does_not(
+    tmp_path: Path,
+) -> None:
     """Kills the edits above for independent noise, by an attack: regenerate noise from whatever the checkpoint holds.
 
     The noise is a thousand times the clip, so a released gradient is noise almost entirely.
@@ -392,7 +446,9 @@ def test_a_recorded_key_gives_away_its_noise_and_a_later_checkpoint_does_not(tmp
         return float((guesses @ torch.stack(steps).T / scale).abs().max())
 
     for step in range(6):
-        assert best(list(pieces(states[step])), released[step : step + 1]) > 0.99, "the attack works on what is to come"
+        assert best(list(pieces(states[step])), released[step : step + 1]) > 0.99, (
+            "the attack works on what is to come"
+        )
         assert best(list(pieces(states[step + 1])), released[: step + 1]) < 0.3
     assert best(list(written(tmp_path / "checkpoint")), released) < 0.3
 
@@ -406,7 +462,9 @@ def key_of(**changed: Any) -> str:
     return str(private.state_dict()["key"])
 
 
-def test_the_first_key_depends_on_each_of_32_bytes_of_the_operating_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_key_depends_on_each_of_32_bytes_of_the_operating_system(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Kills: noise/rng.py `first_key` from `random`; from `os.urandom(2)`, hashed; from 2 of 32 bytes, hashed; from 16
     bytes, twice; run.py `__init__` with `first_key(seed or 0)`.
     """
@@ -495,7 +553,9 @@ class Driven:
         return self
 
     def update_into(self, data: Any, buffer: Any) -> int:
-        word = self.tail if len(data) == 16 else self.word  # a block of the cipher: no lane here is as short
+        word = (
+            self.tail if len(data) == 16 else self.word
+        )  # a block of the cipher: no lane here is as short
         buffer[: len(data)] = word.to_bytes(4, "little") * (len(data) // 4)
         return len(data)
 
@@ -507,7 +567,9 @@ class Driven:
         *[(2**12 - 1, 9), (2**12, 0), (2**16, 0)],
     ],
 )
-def test_the_tail_of_the_noise_is_not_cut(word: int, tail: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tail_of_the_noise_is_not_cut(
+    word: int, tail: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Kills: noise/rng.py `_lane_of_normals` without `_sharpen_tail_`, or with radii or normals clamped at 5.8, 6.5 or
     7.5; `_sharpen_tail_` that adds no fraction; run.py `_release` or `add_lanes_` that clamps the noise.
 
@@ -516,22 +578,30 @@ def test_the_tail_of_the_noise_is_not_cut(word: int, tail: int, monkeypatch: pyt
     monkeypatch.setattr(Driven, "word", word)
     monkeypatch.setattr(Driven, "tail", tail)
     monkeypatch.setattr(rng, "Cipher", Driven)
-    u = word + ((tail + 0.5) / 2**32 if word < 2**12 else 0.5)  # small ones have 32 bits more behind them
+    u = word + (
+        (tail + 0.5) / 2**32 if word < 2**12 else 0.5
+    )  # small ones have 32 bits more behind them
     radius, angle = math.sqrt(-2 * math.log(u / 2**32)), 2 * math.pi * word / 2**32
     assert radius > 4.5 and (word or radius > 6.6)
 
     normals = torch.zeros(1000)
     rng.add_normal_([normals], bytes(32), 1.0)
-    torch.testing.assert_close(normals, torch.full((1000,), radius * math.cos(angle)), rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(
+        normals, torch.full((1000,), radius * math.cos(angle)), rtol=1e-4, atol=0.0
+    )
 
     model = Silent(4)
-    private = begin(model, TensorDataset(torch.zeros(40, 4), torch.arange(40) % 3), loss="unchecked")
+    private = begin(
+        model, TensorDataset(torch.zeros(40, 4), torch.arange(40) % 3), loss="unchecked"
+    )
     batch = next(iter(private.loader))
     cross_entropy(model, batch).backward()
     private.optimizer.step()
     assert model.layer.weight.grad is not None
     released = model.layer.weight.grad / (private.plan.noise_scale / 10)
-    torch.testing.assert_close(released, torch.full((1000, 4), radius * math.cos(angle)), rtol=1e-4, atol=GRID)
+    torch.testing.assert_close(
+        released, torch.full((1000, 4), radius * math.cos(angle)), rtol=1e-4, atol=GRID
+    )
 
 
 # -- groups
@@ -582,11 +652,17 @@ def test_an_unseeded_run_keeps_its_groups_when_it_is_resumed(by: str, tmp_path: 
 # -- the accountant
 
 
-def accounted(rate: float, sigma: float, count: int, delta: float, pessimistic: bool = True) -> float:
+def accounted(
+    rate: float, sigma: float, count: int, delta: float, pessimistic: bool = True
+) -> float:
     """dp-accounting's PLD for Poisson-sampled Gaussians, as an upper or a lower bound."""
-    accountant = pld.PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=1e-4)
+    accountant = pld.PLDAccountant(
+        NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=1e-4
+    )
     if pessimistic:
-        accountant.compose(SelfComposedDpEvent(PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)), count))
+        accountant.compose(
+            SelfComposedDpEvent(PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)), count)
+        )
         return float(accountant.get_epsilon(delta))
     one = pld.privacy_loss_distribution.from_gaussian_mechanism(
         sigma, sampling_prob=rate, value_discretization_interval=1e-4, pessimistic_estimate=False
@@ -613,9 +689,14 @@ def test_the_accountant_is_given_the_rate_within_a_group(tmp_path: Path) -> None
             ledger=ledger,
         )
         batches = dict(drawn(private, steps))
-        turns = {row: {step % bands for step, rows in batches.items() if row in rows} for row in range(count)}
+        turns = {
+            row: {step % bands for step, rows in batches.items() if row in rows}
+            for row in range(count)
+        }
         assert all(len(its) <= 1 for its in turns.values())
-        often = sum(map(len, batches.values())) / (count * steps / bands)  # a record has steps / bands turns
+        often = sum(map(len, batches.values())) / (
+            count * steps / bands
+        )  # a record has steps / bands turns
         rate = bands * batch / count
         assert abs(often - rate) < 5 * math.sqrt(rate * (1 - rate) / (count * steps / bands))
         assert private.plan.mechanism.sampling_rate == pytest.approx(rate)
@@ -624,7 +705,9 @@ def test_the_accountant_is_given_the_rate_within_a_group(tmp_path: Path) -> None
     for taken in (3, bands + 1, steps):
         expected = accounted(rate, sigma, -(-taken // bands), delta)
         assert private.plan.epsilon(taken) == pytest.approx(expected, rel=5e-3)
-        assert private.plan.epsilon(taken) > 1.2 * accounted(batch / count, sigma, -(-taken // bands), delta)
+        assert private.plan.epsilon(taken) > 1.2 * accounted(
+            batch / count, sigma, -(-taken // bands), delta
+        )
     assert private.epsilon() == private.plan.epsilon(steps) == pytest.approx(spent, rel=1e-6)
     assert private.epsilon() >= accounted(rate, sigma, steps // bands, delta, pessimistic=False)
 
@@ -651,7 +734,9 @@ class Words(nn.Module):
         return self.head(mean + (mean.abs() * intact[:, None]).sqrt())
 
 
-def released_by(tied: bool, ids: Tensor, intact: Tensor, weight: Tensor) -> tuple[dict[str, Tensor], dpkfc.PrivateRun]:
+def released_by(
+    tied: bool, ids: Tensor, intact: Tensor, weight: Tensor
+) -> tuple[dict[str, Tensor], dpkfc.PrivateRun]:
     """The sum of clipped gradients, without noise, of ``Σ weight · loss / records``."""
     model = Words(tied)
     data = TensorDataset(ids, intact, weight, ids[:, 0])
@@ -670,13 +755,17 @@ def released_by(tied: bool, ids: Tensor, intact: Tensor, weight: Tensor) -> tupl
         (losses * its_weight).mean().backward()
         private.optimizer.step()
     private.detach()
-    return {name: p.grad * len(ids) for name, p in model.named_parameters() if p.grad is not None}, private
+    return {
+        name: p.grad * len(ids) for name, p in model.named_parameters() if p.grad is not None
+    }, private
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("bad", [[2], [0, 5], [0, 1, 2, 3, 4, 5]])
 @pytest.mark.parametrize("how", ["in the embedding", "everywhere"])
-def test_a_record_with_nan_backprops_into_an_embedding_contributes_zero(how: str, bad: list[int], tied: bool) -> None:
+def test_a_record_with_nan_backprops_into_an_embedding_contributes_zero(
+    how: str, bad: list[int], tied: bool
+) -> None:
     """Kills: capture/embedding.py `RowSparseGrad.masked` that returns `self`, or multiplies by 0; `TiedEmbeddingGrad.masked` that masks
     the head or the rows only; run.py `_clip_and_sum` that masks no forms; clipping.py `clip_weights` without `finite`.
     """
@@ -705,26 +794,47 @@ def test_a_record_with_nan_backprops_into_an_embedding_contributes_zero(how: str
 # -- what a run says in the end
 
 
-def test_the_epsilon_of_a_result_is_that_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_epsilon_of_a_result_is_that_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Kills: training.py `fit` or `release` with an epsilon that is 1 % too low, or that of fewer steps; the same in
     `_loop`, which writes metrics.jsonl; run.py `epsilon`, plan.py `epsilon` scaled by 0.99.
     """
     monkeypatch.setattr(training, "draw_pictures", lambda *arguments: None)
     records, batch_size, epochs, delta = 60, 20, 2, 1e-3
     train_part, test_part = table(records), table(20, seed=1)
-    loaded = Loaded(train_part, test_part, "tabular", (4,), 3, ("a", "b", "c"), (), dpkfc.probes.Tabular(4))
+    loaded = Loaded(
+        train_part, test_part, "tabular", (4,), 3, ("a", "b", "c"), (), dpkfc.probes.Tabular(4)
+    )
     settings = Settings(
-        epsilon=3.0, delta=delta, epochs=epochs, batch_size=batch_size, noise="independent", seed=0, model="linear"
+        epsilon=3.0,
+        delta=delta,
+        epochs=epochs,
+        batch_size=batch_size,
+        noise="independent",
+        seed=0,
+        model="linear",
     )
     assert fit(loaded, settings, tmp_path / "run", console=Console(quiet=True))
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    metrics = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    rate, steps, sigma = batch_size / records, epochs * records // batch_size, plan["noise_multiplier"]
+    rate, steps, sigma = (
+        batch_size / records,
+        epochs * records // batch_size,
+        plan["noise_multiplier"],
+    )
     assert (result["steps"], result["delta"], result["noise_multiplier"]) == (steps, delta, sigma)
-    upper, lower = accounted(rate, sigma, steps, delta), accounted(rate, sigma, steps, delta, pessimistic=False)
+    upper, lower = (
+        accounted(rate, sigma, steps, delta),
+        accounted(rate, sigma, steps, delta, pessimistic=False),
+    )
     assert 0.998 < lower / upper <= 1
     assert lower <= result["epsilon"] < 1.002 * upper
     for line in metrics:
-        assert accounted(rate, sigma, line["step"], delta, pessimistic=False) <= line["epsilon"] + 1e-9
+        assert (
+            accounted(rate, sigma, line["step"], delta, pessimistic=False) <= line["epsilon"] + 1e-9
+        )
     assert metrics[-1]["step"] == steps and metrics[-1]["epsilon"] == result["epsilon"]

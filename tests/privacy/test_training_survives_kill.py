@@ -67,10 +67,19 @@ for number in range(kills):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 def test_kills_at_random_points_never_hide_a_step(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", NURSERY, str(tmp_path), str(KILLS)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", NURSERY, str(tmp_path), str(KILLS)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    charged = {run.run_id: run.charged for name in ("warm-up.db", "ledger.db") for run in read(tmp_path / name)}
-    released = {path.name.removeprefix("released-"): path.stat().st_size for path in tmp_path.glob("released-*")}
+    charged = {
+        run.run_id: run.charged
+        for name in ("warm-up.db", "ledger.db")
+        for run in read(tmp_path / name)
+    }
+    released = {
+        path.name.removeprefix("released-"): path.stat().st_size
+        for path in tmp_path.glob("released-*")
+    }
     assert sum(released.values()) > KILLS, "the trainers were killed before they did anything"
     assert len([n for n in released.values() if n]) >= KILLS // 2
     for run, steps in released.items():
@@ -108,7 +117,9 @@ training.fit(loaded, settings, folder / "run", console=Console(),
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-def test_a_killed_run_ends_with_every_charged_step_in_its_weights_or_told_as_lost(tmp_path: Path) -> None:
+def test_a_killed_run_ends_with_every_charged_step_in_its_weights_or_told_as_lost(
+    tmp_path: Path,
+) -> None:
     for where, code in (("5", -signal.SIGKILL), ("release", -signal.SIGKILL), ("nowhere", 0)):
         command = [sys.executable, "-c", FITTING, str(tmp_path), where]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -117,4 +128,6 @@ def test_a_killed_run_ends_with_every_charged_step_in_its_weights_or_told_as_los
     (run,) = read(tmp_path / "ledger.db")
     assert result["steps"] + result["lost_steps"] == run.charged == run.mechanism.steps
     assert 1 <= result["lost_steps"] <= 5 and f"{result['lost_steps']} step" in done.stdout
-    assert not (tmp_path / "run" / "checkpoint").exists() and not (tmp_path / "run" / ".lock").exists()
+    assert (
+        not (tmp_path / "run" / "checkpoint").exists() and not (tmp_path / "run" / ".lock").exists()
+    )

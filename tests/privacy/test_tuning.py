@@ -56,19 +56,35 @@ def test_nothing_but_the_best_try_is_released(monkeypatch: pytest.MonkeyPatch) -
 
     def objective(trial: optuna.Trial) -> tuple[dpkfc.PrivateRun, float]:
         private._group_key = bytes([trial.number])  # as if it were another run
-        trial.suggest_float("lr", 0.5, 0.5)  # nothing random: its digits could be those looked for below
+        trial.suggest_float(
+            "lr", 0.5, 0.5
+        )  # nothing random: its digits could be those looked for below
         return private, 1000.0 - trial.number
 
     chosen = dpkfc.tune_privately(objective, plan=private.plan)
-    released = {"settings", "score", "state_dict", "plan", "run_id"}  # the name is that of the tuning in the ledger
+    released = {
+        "settings",
+        "score",
+        "state_dict",
+        "plan",
+        "run_id",
+    }  # the name is that of the tuning in the ledger
     assert {field.name for field in dataclasses.fields(Selected)} == released
     assert vars(chosen).keys() == released
-    assert chosen.settings is not None and chosen.settings.keys() == {"lr"} and chosen.score == 1000.0
+    assert (
+        chosen.settings is not None and chosen.settings.keys() == {"lr"} and chosen.score == 1000.0
+    )
     assert chosen.plan == private.plan, "as it was before the first try"
     assert chosen.state_dict is not None and chosen.state_dict.keys() == {"weight"}
     text = str(chosen) + repr(chosen)
     assert not any(told in text for told in ("37", "999", "964"))
-    for promise in ("epsilon", "the selection included", "geometric, 5 expected", "add or remove one", "score"):
+    for promise in (
+        "epsilon",
+        "the selection included",
+        "geometric, 5 expected",
+        "add or remove one",
+        "score",
+    ):
         assert promise in " ".join(str(chosen).replace("│", " ").split())  # rows may be wrapped
 
 
@@ -93,7 +109,9 @@ def test_a_try_that_diverges_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(dpkfc.PrivacyError):
             dpkfc.tune_privately(objective, plan=plan, storage=tmp_path / "tuning.db")
     assert dpkfc.tune_privately(objective, plan=plan, storage=tmp_path / "tuning.db").score == 3.0
-    assert calls == [0, 1, 2, 3], "three tries, of which one diverged; the one that never began is not one of them"
+    assert calls == [0, 1, 2, 3], (
+        "three tries, of which one diverged; the one that never began is not one of them"
+    )
 
 
 # The price is enough
@@ -106,7 +124,9 @@ def released(shift: float, noise: float, score: np.ndarray, best_of: BestOf) -> 
     of_rank = np.bincount(rank, tries)
 
     def generating(u: np.ndarray | float) -> np.ndarray | float:
-        return u / (mean - (mean - 1) * u) if best_of.runs == "geometric" else np.exp(mean * (u - 1))
+        return (
+            u / (mean - (mean - 1) * u) if best_of.runs == "geometric" else np.exp(mean * (u - 1))
+        )
 
     wins = np.diff(generating(np.minimum(np.cumsum(of_rank), 1.0)), prepend=generating(0.0))
     return np.append(tries * (wins / np.maximum(of_rank, 1e-300))[rank], generating(0.0))
@@ -120,13 +140,21 @@ def delta_of(p: np.ndarray, q: np.ndarray, epsilon: float) -> float:
 def scores(threshold: float) -> list[np.ndarray]:
     """Scores that do harm: what is likelier on one side wins, and next to it what is likelier on the other."""
     values = VALUES
-    return [np.where(values < threshold, 1e3, values), np.where(values > -threshold, 1e3, -values), values]
+    return [
+        np.where(values < threshold, 1e3, values),
+        np.where(values > -threshold, 1e3, -values),
+        values,
+    ]
 
 
 @pytest.mark.parametrize("delta", [1e-5, 1e-2])
 @pytest.mark.parametrize("noise", [1.0, 4.0])
-@pytest.mark.parametrize("best_of", [BestOf(3), BestOf(20), BestOf(3, "poisson"), BestOf(10, "poisson")], ids=repr)
-def test_whatever_the_score_the_exact_loss_is_at_most_the_price(best_of: BestOf, noise: float, delta: float) -> None:
+@pytest.mark.parametrize(
+    "best_of", [BestOf(3), BestOf(20), BestOf(3, "poisson"), BestOf(10, "poisson")], ids=repr
+)
+def test_whatever_the_score_the_exact_loss_is_at_most_the_price(
+    best_of: BestOf, noise: float, delta: float
+) -> None:
     """And the price is needed: that of a single run would be a lie."""
     price = epsilon_spent([Mechanism(1.0, noise, 1, best_of=best_of)], delta)
     single = epsilon_spent([Mechanism(1.0, noise, 1)], delta)
@@ -141,7 +169,9 @@ def test_whatever_the_score_the_exact_loss_is_at_most_the_price(best_of: BestOf,
 
 @pytest.mark.parametrize(("best_of", "seed"), [(BestOf(4), 0), (BestOf(3, "poisson"), 1)], ids=repr)
 @pytest.mark.parametrize("shift", [0.0, 1.0])
-def test_what_is_released_has_the_distribution_that_was_analysed(best_of: BestOf, seed: int, shift: float) -> None:
+def test_what_is_released_has_the_distribution_that_was_analysed(
+    best_of: BestOf, seed: int, shift: float
+) -> None:
     """The tuning itself, with a score that does harm: high values lose to low ones, except for those above 1."""
     private, chance = private_run(1.0, best_of), np.random.default_rng(seed)
     weight, calls = private.model.weight, [0]  # type: ignore[union-attr]
@@ -155,7 +185,10 @@ def test_what_is_released_has_the_distribution_that_was_analysed(best_of: BestOf
         return private, 1e3 if value > 1 else -value
 
     tunings = 150
-    chosen = [dpkfc.tune_privately(objective, plan=private.plan, seed=k).state_dict for k in range(tunings)]
+    chosen = [
+        dpkfc.tune_privately(objective, plan=private.plan, seed=k).state_dict
+        for k in range(tunings)
+    ]
     values = [float(found["weight"]) for found in chosen if found is not None]
     law = released(shift, 1.0, scores(-1.0)[1], best_of)
     assert stats.binomtest(tunings - len(values), tunings, law[-1]).pvalue > 1e-3
@@ -250,9 +283,13 @@ def test_whenever_it_is_killed_a_tuning_that_began_is_paid_for_once(tmp_path: Pa
         assert died and not died_again and "r" not in first
         assert charged == [3] or not first, "a try began before the price was charged"
         assert charged_in_the_end == [3], "once, for both lives"
-        if second == "x":  # killed between the charge and the draw: paid for nothing, which is the safe side
+        if (
+            second == "x"
+        ):  # killed between the charge and the draw: paid for nothing, which is the safe side
             assert not first and charged == [3]
         else:
             assert second.endswith("r") and 2 <= (first + second).count("t") <= 3
         ends.add((bool(first), sum(charged), second[-1]))
-    assert ends == {(False, 0, "r"), (False, 3, "x"), (False, 3, "r"), (True, 3, "r")}, "every kind of death was tried"
+    assert ends == {(False, 0, "r"), (False, 3, "x"), (False, 3, "r"), (True, 3, "r")}, (
+        "every kind of death was tried"
+    )

@@ -51,7 +51,11 @@ def test_a_declared_width_is_tabular_and_comes_before_anything_else() -> None:
 
 def test_the_first_layer_tells() -> None:
     dense = infer_probe(mlp([784, 16, 10]))
-    assert isinstance(dense, Tabular) and dense.features == 784 and runs(mlp([784, 16, 10])).shape == (3, 10)
+    assert (
+        isinstance(dense, Tabular)
+        and dense.features == 784
+        and runs(mlp([784, 16, 10])).shape == (3, 10)
+    )
     words = nn.Sequential(nn.Embedding(40, 6, padding_idx=5), nn.Linear(6, 2))
     probe = infer_probe(words)
     assert isinstance(probe, Tokens) and (probe.vocabulary, probe.length, probe.pad) == (40, 32, 5)
@@ -71,11 +75,22 @@ def test_hugging_face_text_models_declare_their_vocabulary() -> None:
     assert runs(bert).logits.shape == (3, 2)
     gpt = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            vocab_size=60, n_positions=256, n_embd=8, n_layer=1, n_head=2, bos_token_id=59, eos_token_id=58
+            vocab_size=60,
+            n_positions=256,
+            n_embd=8,
+            n_layer=1,
+            n_head=2,
+            bos_token_id=59,
+            eos_token_id=58,
         )
     )
     probe = infer_probe(gpt)
-    assert isinstance(probe, Tokens) and (probe.length, probe.cls, probe.sep, probe.pad) == (128, 59, 58, None)
+    assert isinstance(probe, Tokens) and (probe.length, probe.cls, probe.sep, probe.pad) == (
+        128,
+        59,
+        58,
+        None,
+    )
     assert runs(gpt).logits.shape == (3, 128, 60)
 
 
@@ -99,8 +114,14 @@ def with_config(**config: Any) -> nn.Module:
 
 
 def test_configurations_are_read_with_care() -> None:
-    several = infer_probe(with_config(vocab_size=50, eos_token_id=[9, 8], pad_token_id=-1, bos_token_id=50))
-    assert isinstance(several, Tokens) and (several.sep, several.pad, several.cls) == (9, None, None)
+    several = infer_probe(
+        with_config(vocab_size=50, eos_token_id=[9, 8], pad_token_id=-1, bos_token_id=50)
+    )
+    assert isinstance(several, Tokens) and (several.sep, several.pad, several.cls) == (
+        9,
+        None,
+        None,
+    )
     assert several.length == 128
     square = infer_probe(with_config(image_size=16, num_channels=3))
     assert isinstance(square, PinkNoise) and square.shape == (3, 16, 16)
@@ -118,7 +139,9 @@ def test_configurations_are_read_with_care() -> None:
     ],
 )
 def test_a_model_that_does_not_say_what_it_reads_is_refused(model: nn.Module) -> None:
-    with pytest.raises(PrivacyError, match=r"Pass probe=dpkfc.probes.PinkNoise\(shape=.*or set model.input_shape"):
+    with pytest.raises(
+        PrivacyError, match=r"Pass probe=dpkfc.probes.PinkNoise\(shape=.*or set model.input_shape"
+    ):
         infer_probe(model)
 
 
@@ -126,7 +149,9 @@ def test_a_model_that_does_not_say_what_it_reads_is_refused(model: nn.Module) ->
 def test_a_declaration_that_makes_no_sense_is_named(shape: Any) -> None:
     model = nn.Identity()
     model.input_shape = shape
-    with pytest.raises(PrivacyError, match=r"model.input_shape=.*: give \(features,\) or \(channels, \*grid\)"):
+    with pytest.raises(
+        PrivacyError, match=r"model.input_shape=.*: give \(features,\) or \(channels, \*grid\)"
+    ):
         infer_probe(model)
 
 

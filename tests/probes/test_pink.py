@@ -53,7 +53,9 @@ def test_the_default_is_the_default_of_algorithm_3() -> None:
 
 
 @pytest.mark.parametrize("grid", [(32, 64), (64, 16)])
-def test_both_axes_of_a_long_image_have_equal_power_at_equal_frequency(grid: tuple[int, int]) -> None:
+def test_both_axes_of_a_long_image_have_equal_power_at_equal_frequency(
+    grid: tuple[int, int],
+) -> None:
     spectrum = power(images(PinkNoise((1, *grid), alpha=2), count=2000))
     for period in (16, 8, 4):
         down, across = spectrum[grid[0] // period, 0], spectrum[0, grid[1] // period]
@@ -66,7 +68,9 @@ def test_the_law_holds_down_to_the_lowest_frequency_of_the_longer_axis() -> None
         assert spectrum[0, cycles] / spectrum[0, 8] == pytest.approx(8 / cycles, rel=0.15)
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, (3, 1, 8), (3, 8, 1), (1, 2), (2, 1, 1, 5), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, (3, 1, 8), (3, 8, 1), (1, 2), (2, 1, 1, 5), (1, 2, 2)], ids=str
+)
 @pytest.mark.parametrize("alpha", [0.0, 1.5, 400.0])
 def test_every_image_has_the_mean_and_std_asked_for(shape: tuple[int, ...], alpha: float) -> None:
     x = images(PinkNoise(shape, alpha=alpha, std=0.5, mean=3.0), count=5)

@@ -30,7 +30,11 @@ class Subtract(nn.Module):
 def flat(probes: Probes) -> list[Tensor]:
     inputs = probes.inputs
     found = (
-        list(inputs.values()) if isinstance(inputs, dict) else list(inputs) if isinstance(inputs, tuple) else [inputs]
+        list(inputs.values())
+        if isinstance(inputs, dict)
+        else list(inputs)
+        if isinstance(inputs, tuple)
+        else [inputs]
     )
     return [*found, *(part for part in (probes.targets, probes.active) if part is not None)]
 
@@ -61,7 +65,10 @@ def test_a_draw_ignores_the_default_dtype(name: str) -> None:
         again = flat(PROBES[name].draw(3, torch.Generator().manual_seed(0)))
     finally:
         torch.set_default_dtype(torch.float32)
-    assert all(a.equal(b) and a.dtype == b.dtype and a.device.type == "cpu" for a, b in zip(plain, again, strict=True))
+    assert all(
+        a.equal(b) and a.dtype == b.dtype and a.device.type == "cpu"
+        for a, b in zip(plain, again, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", PROBES)
@@ -83,7 +90,9 @@ def test_models_are_called_as_the_inputs_say() -> None:
 @pytest.mark.parametrize("form", ["tensor", "tuple", "dict"])
 def test_chunks_join_to_the_whole(form: str) -> None:
     rows = torch.arange(10).view(5, 2)
-    inputs = {"tensor": rows, "tuple": (rows, rows + 100), "dict": {"a": rows, "b": rows + 100}}[form]
+    inputs = {"tensor": rows, "tuple": (rows, rows + 100), "dict": {"a": rows, "b": rows + 100}}[
+        form
+    ]
     whole = Probes(inputs, targets=torch.arange(5) + 1000, active=rows > 3)
     parts = list(split(whole, 2))
     assert [len(part) for part in parts] == [2, 2, 1]
@@ -97,7 +106,9 @@ def test_chunks_join_to_the_whole(form: str) -> None:
 
 def test_moving_casts_floating_inputs_only() -> None:
     probes = Probes(
-        {"x": torch.ones(2, 3), "ids": torch.ones(2, dtype=torch.long)}, torch.ones(2), torch.ones(2, 3) > 0
+        {"x": torch.ones(2, 3), "ids": torch.ones(2, dtype=torch.long)},
+        torch.ones(2),
+        torch.ones(2, 3) > 0,
     )
     moved = to(probes, "cpu", torch.bfloat16)
     assert moved.inputs["x"].dtype == torch.bfloat16 and moved.inputs["ids"].dtype == torch.long
@@ -109,8 +120,12 @@ def test_moving_casts_floating_inputs_only() -> None:
 def test_token_ids_are_found_where_they_are() -> None:
     ids, pixels = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3)
     assert token_ids(ids) is ids and token_ids((ids, pixels)) is ids
-    assert token_ids({"mask": ids + 1, "input_ids": ids}) is ids and token_ids({"my_ids": ids}) is ids
-    assert token_ids(pixels) is None and token_ids({"pixel_values": pixels, "pixel_mask": ids}) is None
+    assert (
+        token_ids({"mask": ids + 1, "input_ids": ids}) is ids and token_ids({"my_ids": ids}) is ids
+    )
+    assert (
+        token_ids(pixels) is None and token_ids({"pixel_values": pixels, "pixel_mask": ids}) is None
+    )
     assert token_ids(ids.to(torch.uint8)) is None  # an image in bytes
 
 

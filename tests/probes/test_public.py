@@ -42,7 +42,9 @@ def test_with_too_few_records_some_come_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [(X, Y), TensorDataset(X, Y), list(zip(X, Y.tolist(), strict=True))], ids=["tensors", "dataset", "list"]
+    "data",
+    [(X, Y), TensorDataset(X, Y), list(zip(X, Y.tolist(), strict=True))],
+    ids=["tensors", "dataset", "list"],
 )
 def test_the_label_is_left_out_unless_asked_for(data: Any) -> None:
     without = draw(data)
@@ -53,7 +55,10 @@ def test_the_label_is_left_out_unless_asked_for(data: Any) -> None:
 
 
 def test_records_of_one_element_are_inputs() -> None:
-    assert draw(TensorDataset(X)).inputs.equal(draw(X).inputs) and draw(list(X)).inputs.shape == (20, 1)
+    assert draw(TensorDataset(X)).inputs.equal(draw(X).inputs) and draw(list(X)).inputs.shape == (
+        20,
+        1,
+    )
 
 
 def test_of_longer_records_all_but_the_last_are_inputs() -> None:
@@ -69,7 +74,9 @@ def test_dicts_lose_their_labels(key: str, columns: bool) -> None:
     if not columns:
         data = [{name: value[i] for name, value in data.items()} for i in range(50)]
     probes = draw(data, labels=True)
-    assert list(probes.inputs) == ["pixels", "more"] and probes.inputs["more"].equal(probes.inputs["pixels"] + 0.5)
+    assert list(probes.inputs) == ["pixels", "more"] and probes.inputs["more"].equal(
+        probes.inputs["pixels"] + 0.5
+    )
     assert probes.targets.equal(probes.inputs["pixels"][:, 0].long() + 1000)
     assert draw(data).targets is None
 
@@ -83,7 +90,9 @@ def test_collate_makes_the_batch() -> None:
     texts = [{"text": "x" * i, "label": i} for i in range(50)]
 
     def collate(records: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        return {key: torch.tensor([len(r["text"]) for r in records]) for key in ("input_ids", "labels")}
+        return {
+            key: torch.tensor([len(r["text"]) for r in records]) for key in ("input_ids", "labels")
+        }
 
     probes = draw(texts, labels=True, collate=collate)
     assert list(probes.inputs) == ["input_ids"] and probes.targets.equal(probes.inputs["input_ids"])
@@ -114,7 +123,9 @@ def test_an_oracle_is_loud_and_not_public() -> None:
     assert caught[0].filename == __file__
     assert oracle.public is False and "private" in oracle.name.lower() and oracle.count == 30
     drawn = oracle.draw(20, torch.Generator().manual_seed(0))
-    assert drawn.targets.equal(drawn.inputs[:, 0].long() + 1000) and len(drawn.inputs.unique()) == 20
+    assert (
+        drawn.targets.equal(drawn.inputs[:, 0].long() + 1000) and len(drawn.inputs.unique()) == 20
+    )
 
 
 def test_public_data_is_quiet_and_public() -> None:
@@ -149,18 +160,33 @@ class Stream(IterableDataset[int]):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PublicData(Stream()), r"dataset=Stream has no length and no index: pass a map-style"),
+        (
+            lambda: PublicData(Stream()),
+            r"dataset=Stream has no length and no index: pass a map-style",
+        ),
         (lambda: PublicData([]), r"dataset is empty"),
         (lambda: PublicData(torch.zeros(0, 3)), r"dataset is empty"),
         (lambda: PublicData((X, Y[:3])), r"the tensors have \[50, 3\] records: not equal"),
         (lambda: PublicData((X, "y")), r"a tuple or dict must hold tensors"),
         (lambda: PublicData({"x": [1, 2]}), r"a tuple or dict must hold tensors"),
         (lambda: PublicData(X, count=0), r"PublicData: count=0"),
-        (lambda: draw(X, labels=True), r"labels=True, but the records carry no label tensor.*labels=False"),
-        (lambda: draw([{"text": "a", "label": 1}]), r"input 'text' of a batch is list, not a tensor.*collate="),
-        (lambda: draw([torch.zeros(2), torch.zeros(3)]), r"do not make a batch \(.*\): pass collate="),
+        (
+            lambda: draw(X, labels=True),
+            r"labels=True, but the records carry no label tensor.*labels=False",
+        ),
+        (
+            lambda: draw([{"text": "a", "label": 1}]),
+            r"input 'text' of a batch is list, not a tensor.*collate=",
+        ),
+        (
+            lambda: draw([torch.zeros(2), torch.zeros(3)]),
+            r"do not make a batch \(.*\): pass collate=",
+        ),
         (lambda: draw([object()]), r"do not make a batch"),
-        (lambda: Hybrid(A=Tabular(1), G=Hybrid(A=Tabular(1), G=Tabular(1))), r"Hybrid: G=Hybrid: give a single source"),
+        (
+            lambda: Hybrid(A=Tabular(1), G=Hybrid(A=Tabular(1), G=Tabular(1))),
+            r"Hybrid: G=Hybrid: give a single source",
+        ),
         (lambda: Hybrid(A=X, G=Tabular(1)), r"Hybrid: A=Tensor: give a single source"),
     ],
 )

@@ -70,17 +70,29 @@ def test_a_single_feature_is_enough() -> None:
     [
         (lambda: Tabular(0), r"Tabular: features=0: give a whole number, 1 or more"),
         (lambda: Tabular(3, correlation=-0.1), r"correlation=-0.1: give a number from 0 to 1"),
-        (lambda: Tabular(3, mean=torch.zeros(2)), r"mean has shape \(2,\): give one number, or features=3"),
+        (
+            lambda: Tabular(3, mean=torch.zeros(2)),
+            r"mean has shape \(2,\): give one number, or features=3",
+        ),
         (lambda: Tabular(3, mean=float("inf")), r"mean: give finite numbers$"),
-        (lambda: Tabular(3, std=torch.tensor([1.0, 0.0, 1.0])), r"std: give finite numbers above 0"),
+        (
+            lambda: Tabular(3, std=torch.tensor([1.0, 0.0, 1.0])),
+            r"std: give finite numbers above 0",
+        ),
         (lambda: Tabular(3, count=0), r"Tabular: count=0"),
         (lambda: Tabular(3, classes=-1), r"Tabular: classes=-1"),
         (lambda: Tabular.sparse(0, 1), r"SparseTabular: features=0"),
         (lambda: Tabular.sparse(5, 0), r"nonzeros=0: give a whole number"),
         (lambda: Tabular.sparse(5, 6), r"nonzeros=6: a row has only 5 features to use"),
         (lambda: Tabular.sparse(5, 3, order=[1, 2]), r"nonzeros=3: a row has only 2 features"),
-        (lambda: Tabular.sparse(5, 3, order=[1, 5, 2]), r"order holds 5: give different whole numbers from 0 to 4"),
-        (lambda: Tabular.sparse(5, 3, exponent=-1), r"exponent=-1: give a finite number of at least 0"),
+        (
+            lambda: Tabular.sparse(5, 3, order=[1, 5, 2]),
+            r"order holds 5: give different whole numbers from 0 to 4",
+        ),
+        (
+            lambda: Tabular.sparse(5, 3, exponent=-1),
+            r"exponent=-1: give a finite number of at least 0",
+        ),
         (lambda: Tabular.sparse(5, 3, classes=0), r"classes=0"),
         (lambda: Tabular.sparse(5, 3, count=0), r"SparseTabular: count=0"),
     ],

@@ -18,7 +18,9 @@ from dpkfc.probes.tokens import Tokens
 IMAGES = Probes(torch.zeros(5, 3, 4, 4))
 
 
-def losses(loss: Any, output: Any, probes: Probes = IMAGES, seed: int = 0, **options: Any) -> Tensor:
+def losses(
+    loss: Any, output: Any, probes: Probes = IMAGES, seed: int = 0, **options: Any
+) -> Tensor:
     return probe_losses(loss, output, probes, torch.Generator().manual_seed(seed), **options)
 
 
@@ -59,8 +61,14 @@ def test_classes_of_images_are_in_dimension_one() -> None:
     logits = logits_that_tell(3, 5, 2, 2).movedim(-1, 1)  # [5, 3, 2, 2]
     values = losses("cross_entropy", logits, classes=3)
     middle = values * 4 - 4 * cost(3)[0]  # the sum of four whole targets
-    assert values.shape == (5,) and (middle - middle.round()).abs().max() < 1e-4 and len(values.unique()) > 1
-    alike = logits_that_tell(3, 5, 7).movedim(-1, 1)  # [5, 3, 7]: three dimensions, but no token ids
+    assert (
+        values.shape == (5,)
+        and (middle - middle.round()).abs().max() < 1e-4
+        and len(values.unique()) > 1
+    )
+    alike = logits_that_tell(3, 5, 7).movedim(
+        -1, 1
+    )  # [5, 3, 7]: three dimensions, but no token ids
     assert losses("cross_entropy", alike, Probes(torch.zeros(5, 1, 7)), classes=3).shape == (5,)
 
 
@@ -104,7 +112,9 @@ def test_public_targets_are_used() -> None:
     assert values[:4].allclose(cost(6)[targets[:4]]) and values[4] == 0
     tokens = Probes(torch.ones(1, 3, dtype=torch.long), torch.tensor([[5, -100, 1]]))
     for loss in ("cross_entropy", "masked_lm"):
-        assert losses(loss, logits_that_tell(6, 1, 3), tokens).allclose((cost(6)[5] + cost(6)[1]) / 2)
+        assert losses(loss, logits_that_tell(6, 1, 3), tokens).allclose(
+            (cost(6)[5] + cost(6)[1]) / 2
+        )
 
 
 def test_mse_is_a_sum_of_squares_to_standard_normal_targets() -> None:
@@ -133,13 +143,19 @@ def test_bce_has_fair_bits_for_targets() -> None:
     values = losses("bce", outputs, Probes(torch.zeros(3000, 1)), classes=4)
     values.sum().backward()
     bits = torch.sigmoid(torch.tensor(1.0)) - outputs.grad  # the gradient is s(z) - y
-    assert bits.round().unique().tolist() == [0, 1] and bits.mean().item() == pytest.approx(0.5, abs=0.02)
+    assert bits.round().unique().tolist() == [0, 1] and bits.mean().item() == pytest.approx(
+        0.5, abs=0.02
+    )
     ones = bits.round().sum(1)
     assert values.detach().allclose(0.313262 * ones + 1.313262 * (4 - ones), atol=1e-4)
     for shape in ((5, 1), (5,)):  # one output stands for two classes
-        assert losses("bce", torch.zeros(shape), classes=2).tolist() == pytest.approx([0.6931472] * 5)
+        assert losses("bce", torch.zeros(shape), classes=2).tolist() == pytest.approx(
+            [0.6931472] * 5
+        )
     given = Probes(torch.zeros(2, 1), torch.tensor([[1, 0], [0, 0]]))
-    assert losses("bce", torch.full((2, 2), 1.0), given).tolist() == pytest.approx([1.626523, 2.626523])
+    assert losses("bce", torch.full((2, 2), 1.0), given).tolist() == pytest.approx(
+        [1.626523, 2.626523]
+    )
 
 
 def test_masked_lm_asks_for_15_percent_of_the_active_positions() -> None:
@@ -171,10 +187,16 @@ def test_next_token_predicts_the_probes_themselves() -> None:
     )
     probes = Probes({"input_ids": ids, "attention_mask": mask})
     values = losses("next_token", logits_that_tell(6, 3, 4), probes)
-    assert values.allclose(torch.stack([(cost(6)[1] + cost(6)[2]) / 2, cost(6)[4], torch.tensor(0.0)]))
+    assert values.allclose(
+        torch.stack([(cost(6)[1] + cost(6)[2]) / 2, cost(6)[4], torch.tensor(0.0)])
+    )
     logits = torch.randn(3, 4, 6, requires_grad=True)
     losses("next_token", logits, probes).sum().backward()
-    assert (logits.grad.abs().sum(2) > 0).int().tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+    assert (logits.grad.abs().sum(2) > 0).int().tolist() == [
+        [1, 1, 0, 0],
+        [1, 0, 0, 0],
+        [0, 0, 0, 0],
+    ]
     own = Probes(ids, targets=torch.tensor([[9, 0, 0, 0]] * 3))
     assert losses("next_token", logits_that_tell(6, 3, 4), own).allclose(cost(6)[0])
 
@@ -210,7 +232,9 @@ def test_targets_follow_the_generator_alone(loss: str) -> None:
     torch.manual_seed(1)
     first = losses(loss, logits, probes, seed=5)
     torch.manual_seed(2)
-    assert losses(loss, logits, probes, seed=5).equal(first) and not losses(loss, logits, probes, seed=6).equal(first)
+    assert losses(loss, logits, probes, seed=5).equal(first) and not losses(
+        loss, logits, probes, seed=6
+    ).equal(first)
 
 
 def test_a_loss_of_the_users_own_sees_everything() -> None:
@@ -252,6 +276,8 @@ def test_a_loss_of_the_users_own_sees_everything() -> None:
         ("bce", torch.zeros(2, 3), Probes(torch.ones(2, 2), torch.ones(2)), {}, r"targets have shape \(2,\).*\(2, 3\)"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_named(loss: Any, output: Any, probes: Probes, options: Any, message: str) -> None:
+def test_what_does_not_fit_is_named(
+    loss: Any, output: Any, probes: Probes, options: Any, message: str
+) -> None:
     with pytest.raises(PrivacyError, match=message):
         losses(loss, output, probes, **options)

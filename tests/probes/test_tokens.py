@@ -32,9 +32,16 @@ def drawn(tokens: Tokens, count: int, seed: int = 0) -> torch.Tensor:
     seed=st.integers(0, 2**20),
 )
 def test_sequences_are_anchored_padded_and_masked(
-    length: int, least: int, anchors: tuple[bool, bool, bool], special: set[int], uniform: bool, seed: int
+    length: int,
+    least: int,
+    anchors: tuple[bool, bool, bool],
+    special: set[int],
+    uniform: bool,
+    seed: int,
 ) -> None:
-    cls, sep, pad = (value if there else None for value, there in zip((17, 4, 9), anchors, strict=True))
+    cls, sep, pad = (
+        value if there else None for value, there in zip((17, 4, 9), anchors, strict=True)
+    )
     least = min(least, length)
     tokens = Tokens(
         20, length, min_length=least, cls=cls, sep=sep, pad=pad, special=tuple(special),
@@ -66,14 +73,20 @@ def test_lengths_are_uniform() -> None:
     assert chisquare(counts[4:].numpy()).pvalue > 1e-3
 
 
-@pytest.mark.parametrize(("frequencies", "exponent"), [("zipf", 1.0), ("zipf", 1.7), ("uniform", 1.0)])
+@pytest.mark.parametrize(
+    ("frequencies", "exponent"), [("zipf", 1.0), ("zipf", 1.7), ("uniform", 1.0)]
+)
 def test_frequencies_follow_the_law(frequencies: str, exponent: float) -> None:
     """Ids 0, 3 and 5 are special, so the ranks 1, 2, 3 are the ids 1, 2, 4."""
-    tokens = Tokens(30, 32, min_length=32, pad=0, special=(3, 5), frequencies=frequencies, exponent=exponent)
+    tokens = Tokens(
+        30, 32, min_length=32, pad=0, special=(3, 5), frequencies=frequencies, exponent=exponent
+    )
     counts = np.bincount(drawn(tokens, 2000).ravel().numpy(), minlength=30)
     payload = [i for i in range(30) if i not in (0, 3, 5)]
     assert counts.sum() == counts[payload].sum() == 64_000
-    weight = np.array([1 / (rank + 2.7) ** exponent if frequencies == "zipf" else 1.0 for rank in range(1, 28)])
+    weight = np.array(
+        [1 / (rank + 2.7) ** exponent if frequencies == "zipf" else 1.0 for rank in range(1, 28)]
+    )
     assert chisquare(counts[payload], 64_000 * weight / weight.sum()).pvalue > 1e-3
 
 
@@ -87,13 +100,21 @@ def test_the_order_of_frequency_can_be_given() -> None:
 def test_models_without_a_mask_get_plain_ids() -> None:
     padded = Tokens(50, 12, pad=0, mask=None).draw(200, torch.Generator().manual_seed(0))
     assert isinstance(padded.inputs, torch.Tensor) and padded.inputs.shape == (200, 12)
-    assert padded.active is not None and (padded.inputs != 0).equal(padded.active) and not padded.active.all()
+    assert (
+        padded.active is not None
+        and (padded.inputs != 0).equal(padded.active)
+        and not padded.active.all()
+    )
     full = Tokens(50, 12, mask=None, sep=3).draw(200, torch.Generator().manual_seed(0))
     assert full.active is not None and full.active.all() and (full.inputs[:, -1] == 3).all()
 
 
 def test_input_names_are_the_models_own() -> None:
-    inputs = Tokens(50, 12, ids="tokens", mask="keep", extra=("token_type_ids",)).draw(2, torch.Generator()).inputs
+    inputs = (
+        Tokens(50, 12, ids="tokens", mask="keep", extra=("token_type_ids",))
+        .draw(2, torch.Generator())
+        .inputs
+    )
     assert list(inputs) == ["tokens", "keep", "token_type_ids"]
     assert inputs["token_type_ids"].shape == (2, 12) and not inputs["token_type_ids"].any()
 
@@ -109,8 +130,12 @@ def vocabulary() -> list[str]:
 
 
 def test_a_tokenizer_tells_its_special_ids(vocabulary: list[str]) -> None:
-    tokenizer = _tokenizer(vocabulary, pad="[PAD]", unk="[UNK]", cls="[CLS]", sep="[SEP]", mask="[MASK]")
-    tokens = Tokens.from_tokenizer(tokenizer, 16, min_length=8, frequencies="uniform", classes=4, count=5)
+    tokenizer = _tokenizer(
+        vocabulary, pad="[PAD]", unk="[UNK]", cls="[CLS]", sep="[SEP]", mask="[MASK]"
+    )
+    tokens = Tokens.from_tokenizer(
+        tokenizer, 16, min_length=8, frequencies="uniform", classes=4, count=5
+    )
     assert (tokens.vocabulary, tokens.length, tokens.min_length) == (50, 16, 8)
     assert (tokens.cls, tokens.sep, tokens.pad, tokens.classes, tokens.count) == (2, 3, 0, 4, 5)
     ids = drawn(tokens, 300)
@@ -119,24 +144,36 @@ def test_a_tokenizer_tells_its_special_ids(vocabulary: list[str]) -> None:
     assert set(range(5, 50)) <= set(ids.ravel().tolist())
 
 
-def test_a_tokenizer_without_cls_gives_bos_and_eos_and_its_added_tokens(vocabulary: list[str]) -> None:
+def test_a_tokenizer_without_cls_gives_bos_and_eos_and_its_added_tokens(
+    vocabulary: list[str],
+) -> None:
     tokenizer = _tokenizer([f"word{i}" for i in range(45)], bos="<s>", eos="</s>")
     tokens = Tokens.from_tokenizer(tokenizer, 16)
     assert tokens.vocabulary == 47
-    assert {tokens.cls, tokens.sep} == {45, 46} and tokens.cls == tokenizer.bos_token_id and tokens.pad is None
+    assert (
+        {tokens.cls, tokens.sep} == {45, 46}
+        and tokens.cls == tokenizer.bos_token_id
+        and tokens.pad is None
+    )
 
 
 def _tokenizer(words: list[str], **names: str) -> object:
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
-    model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[1])
+    model = tokenizers.models.WordLevel(
+        {word: i for i, word in enumerate(words)}, unk_token=words[1]
+    )
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(model), **{f"{name}_token": token for name, token in names.items()}
+        tokenizer_object=tokenizers.Tokenizer(model),
+        **{f"{name}_token": token for name, token in names.items()},
     )
 
 
 def test_what_is_not_a_tokenizer_is_refused() -> None:
-    with pytest.raises(PrivacyError, match=r"tokenizer=object has neither a length nor a vocab_size: pass a Hugging"):
+    with pytest.raises(
+        PrivacyError,
+        match=r"tokenizer=object has neither a length nor a vocab_size: pass a Hugging",
+    ):
         Tokens.from_tokenizer(object(), 16)
 
 
@@ -147,7 +184,10 @@ def test_what_is_not_a_tokenizer_is_refused() -> None:
         ({"length": 0}, r"length=0: give a whole number"),
         ({"min_length": 0}, r"min_length=0: give"),
         ({"min_length": 9}, r"length=8 is shorter than 9, which min_length=9"),
-        ({"length": 2, "cls": 1, "sep": 2}, r"length=2 is shorter than 3.*beside cls and sep.*raise length"),
+        (
+            {"length": 2, "cls": 1, "sep": 2},
+            r"length=2 is shorter than 3.*beside cls and sep.*raise length",
+        ),
         ({"exponent": -0.5}, r"exponent=-0.5: give a finite number of at least 0"),
         ({"frequencies": "text"}, r"frequencies='text': give 'zipf' or 'uniform'"),
         ({"cls": 50}, r"cls=50: give an id below vocabulary=50"),

@@ -26,7 +26,8 @@ def features(images: Any) -> Tensor:
 
 def test_it_is_the_source_transformed() -> None:
     source, seen = (
-        probe.draw(5, torch.Generator().manual_seed(1)).inputs for probe in (PINK, TransformedProbe(PINK, features))
+        probe.draw(5, torch.Generator().manual_seed(1)).inputs
+        for probe in (PINK, TransformedProbe(PINK, features))
     )
     assert torch.equal(features(source), seen)
     assert (TransformedProbe(PINK, features).count, TransformedProbe(PINK, features).name) == (
@@ -43,13 +44,19 @@ def test_private_records_stay_private_through_a_transform() -> None:
 
 def test_the_transform_keeps_no_graph() -> None:
     layer = nn.Linear(16, 2)
-    probes = TransformedProbe(PINK, lambda images: layer(images.flatten(1))).draw(3, torch.Generator().manual_seed(0))
+    probes = TransformedProbe(PINK, lambda images: layer(images.flatten(1))).draw(
+        3, torch.Generator().manual_seed(0)
+    )
     assert not probes.inputs.requires_grad  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
     ("source", "transform", "message"),
-    [(Hybrid(PINK, PINK), features, "single probe"), ("pink", features, "single probe"), (PINK, None, "a function")],
+    [
+        (Hybrid(PINK, PINK), features, "single probe"),
+        ("pink", features, "single probe"),
+        (PINK, None, "a function"),
+    ],
 )
 def test_wrong_arguments(source: Any, transform: Any, message: str) -> None:
     with pytest.raises(PrivacyError, match=message):
@@ -58,7 +65,9 @@ def test_wrong_arguments(source: Any, transform: Any, message: str) -> None:
 
 def test_records_must_stay_apart() -> None:
     with pytest.raises(PrivacyError, match="keep them apart"):
-        TransformedProbe(PINK, lambda images: images.flatten()).draw(3, torch.Generator().manual_seed(0))
+        TransformedProbe(PINK, lambda images: images.flatten()).draw(
+            3, torch.Generator().manual_seed(0)
+        )
 
 
 def test_the_geometry_is_that_of_the_transformed_probes() -> None:

@@ -23,7 +23,13 @@ from dpkfc.accounting.ledger import read
 from dpkfc.accounting.selection import BestOf
 from dpkfc.tuning.search import BEGUN, Selected, tune, tune_privately
 
-RUN: dict[str, Any] = {"noise_multiplier": 2.0, "delta": 1e-3, "steps": 2, "batch_size": 8, "best_of": BestOf(5)}
+RUN: dict[str, Any] = {
+    "noise_multiplier": 2.0,
+    "delta": 1e-3,
+    "steps": 2,
+    "batch_size": 8,
+    "best_of": BestOf(5),
+}
 PLAN = dpkfc.Plan.make(records=8, clip=1.0, **RUN)
 DATA = TensorDataset(torch.linspace(-1, 1, 16).reshape(8, 2))
 
@@ -67,19 +73,26 @@ def hill(trial: optuna.Trial) -> float:
 def test_the_top_of_a_hill_is_found_by_learning_from_earlier_tries(direction: Any) -> None:
     sign = 1 if direction == "maximize" else -1
     found = tune(lambda trial: sign * hill(trial), tries=60, seed=0, direction=direction)
-    at_random = max(sign * trial.value for trial in found.study.trials[:10])  # before TPE has anything to learn from
+    at_random = max(
+        sign * trial.value for trial in found.study.trials[:10]
+    )  # before TPE has anything to learn from
     assert at_random < 0.99 < sign * found.score
     assert found.settings["x"] == pytest.approx(0.7, abs=0.1)
     assert math.log10(found.settings["y"]) == pytest.approx(-3, abs=0.5)
 
 
 def test_a_seed_gives_the_same_tries_again() -> None:
-    tries = [[trial.params for trial in tune(hill, tries=12, seed=seed).study.trials] for seed in (1, 1, 2)]
+    tries = [
+        [trial.params for trial in tune(hill, tries=12, seed=seed).study.trials]
+        for seed in (1, 1, 2)
+    ]
     assert tries[0] == tries[1] != tries[2]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_the_same_call_goes_on_until_all_tries_are_complete(storage: Path, error: type[BaseException]) -> None:
+def test_the_same_call_goes_on_until_all_tries_are_complete(
+    storage: Path, error: type[BaseException]
+) -> None:
     seen: list[float] = []
 
     def objective(trial: optuna.Trial) -> float:
@@ -108,7 +121,10 @@ def test_a_score_that_is_no_number_is_the_worst_and_a_pruned_try_counts() -> Non
 
     found = tune(objective, tries=6)
     assert len(found.study.trials) == 6 and found.score == -5.0
-    assert tune(lambda trial: math.nan if trial.number else 3.0, tries=3, direction="minimize").score == 3.0
+    assert (
+        tune(lambda trial: math.nan if trial.number else 3.0, tries=3, direction="minimize").score
+        == 3.0
+    )
     with pytest.raises(PrivacyError, match="all 2 tries were pruned"):
         tune(lambda trial: (_ for _ in ()).throw(optuna.TrialPruned), tries=2)
 
@@ -148,7 +164,9 @@ def test_a_study_is_not_taken_for_another(storage: Path, tries: Callable[[int], 
         tune(hill, tries=1, storage=storage, name="private tuning")
 
 
-@pytest.mark.parametrize("call", [lambda: tune(hill, tries=1), lambda: tune_privately(Training(), plan=PLAN)])
+@pytest.mark.parametrize(
+    "call", [lambda: tune(hill, tries=1), lambda: tune_privately(Training(), plan=PLAN)]
+)
 def test_without_optuna_the_way_to_install_it_is_named(
     monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]
 ) -> None:
@@ -183,7 +201,9 @@ class Training:
         torch.manual_seed(0)
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=self.settings[-1])
-        private = dpkfc.make_private(model, optimizer, DATA, loss=output, **arguments_of({**RUN, **self.changes}))
+        private = dpkfc.make_private(
+            model, optimizer, DATA, loss=output, **arguments_of({**RUN, **self.changes})
+        )
         for batch in private.loader:
             output(model, batch).backward()
             optimizer.step()
@@ -205,7 +225,9 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]:
 
 
 @pytest.mark.parametrize("stored", [True, False])
-def test_the_best_try_is_released(storage: Path, tries: Callable[[int], list[int]], stored: bool) -> None:
+def test_the_best_try_is_released(
+    storage: Path, tries: Callable[[int], list[int]], stored: bool
+) -> None:
     tries(5)
     objective = Training(lambda call: [3.0, 1.0, 7.0, 7.0, 2.0][call])  # of a tie, the first
     chosen = tune_privately(objective, plan=PLAN, storage=storage if stored else None)
@@ -239,22 +261,32 @@ def test_a_resume_keeps_the_number_of_tries_and_the_best_weights(
     objective = Training(score)
     with pytest.raises(error) as raised:
         tune_privately(objective, plan=PLAN, storage=storage)
-    assert any("This try counts" in note for note in getattr(raised.value, "__notes__", [])) == (error is MemoryError)
+    assert any("This try counts" in note for note in getattr(raised.value, "__notes__", [])) == (
+        error is MemoryError
+    )
     tries(1000)
     chosen = tune_privately(objective, plan=PLAN, storage=storage)
     assert draws == [6] and objective.calls == (7 if error is KeyboardInterrupt else 6)
     assert chosen.score == 9.0 and chosen.settings == {"lr": objective.settings[1]}
-    assert chosen.state_dict is not None and torch.equal(chosen.state_dict["weight"], objective.weights[1])
+    assert chosen.state_dict is not None and torch.equal(
+        chosen.state_dict["weight"], objective.weights[1]
+    )
     before = objective.calls
     again = tune_privately(objective, plan=PLAN, storage=storage)  # there is nothing left to do
     assert objective.calls == before and again.settings == chosen.settings
-    assert again.state_dict is not None and torch.equal(again.state_dict["weight"], objective.weights[1])
+    assert again.state_dict is not None and torch.equal(
+        again.state_dict["weight"], objective.weights[1]
+    )
 
 
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_kill_while_a_try_is_recorded_loses_no_weights(
-    storage: Path, tries: Callable[[int], list[int]], monkeypatch: pytest.MonkeyPatch, moment: str, seed: int | None
+    storage: Path,
+    tries: Callable[[int], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+    seed: int | None,
 ) -> None:
     tries(3)
     objective = Training(lambda call: float(call))
@@ -275,7 +307,9 @@ def test_a_kill_while_a_try_is_recorded_loses_no_weights(
     chosen = tune_privately(objective, plan=PLAN, storage=storage, seed=seed)
     best = 1 if moment == "after" else 0
     assert objective.calls == (3 if moment == "after" else 4) == len(set(objective.settings))
-    assert chosen.state_dict is not None and torch.equal(chosen.state_dict["weight"], objective.weights[best])
+    assert chosen.state_dict is not None and torch.equal(
+        chosen.state_dict["weight"], objective.weights[best]
+    )
 
 
 def test_only_the_best_weights_stay_on_disk_and_only_for_their_owner(
@@ -340,13 +374,16 @@ def test_settings_are_drawn_uniformly_also_after_interruptions(
     assert len(set(drawn)) == 42 and stats.kstest(drawn, "uniform").pvalue > 0.01
     assert chosen.settings == {"lr": min(x for k, x in enumerate(drawn, 1) if k % 15)}
     crowded = [
-        trial.params["lr"] for trial in tune(lambda t: -t.suggest_float("lr", 0, 1), tries=42, seed=0).study.trials
+        trial.params["lr"]
+        for trial in tune(lambda t: -t.suggest_float("lr", 0, 1), tries=42, seed=0).study.trials
     ]
     assert stats.kstest(crowded, "uniform").pvalue < 0.01, "the test can fail"
 
 
 @pytest.mark.parametrize("seed", [None, 0])
-def test_noise_of_the_asked_size_is_added_to_scores(tries: Callable[[int], list[int]], seed: int | None) -> None:
+def test_noise_of_the_asked_size_is_added_to_scores(
+    tries: Callable[[int], list[int]], seed: int | None
+) -> None:
     """Before they are compared: of equal scores, the one with the most noise wins."""
     tries(200)
     run = {**RUN, "best_of": BestOf(5, score_noise=3.0)}
@@ -369,7 +406,10 @@ def test_noise_of_the_asked_size_is_added_to_scores(tries: Callable[[int], list[
 
 def test_scores_from_public_records_are_left_as_they_are(tries: Callable[[int], list[int]]) -> None:
     tries(3)
-    assert tune_privately(Training(lambda call: [math.nan, -4.0, -math.inf][call]), plan=PLAN).score == -4.0
+    assert (
+        tune_privately(Training(lambda call: [math.nan, -4.0, -math.inf][call]), plan=PLAN).score
+        == -4.0
+    )
 
 
 @pytest.mark.parametrize("score", [math.nan, math.inf])
@@ -380,7 +420,9 @@ def test_a_score_with_noise_must_be_finite(score: float) -> None:
         tune_privately(Training(lambda call: score, best_of=plan.best_of), plan=plan)
 
 
-def test_the_iterate_of_disk_is_kept_not_what_lies_ahead_of_it(tries: Callable[[int], list[int]]) -> None:
+def test_the_iterate_of_disk_is_kept_not_what_lies_ahead_of_it(
+    tries: Callable[[int], list[int]],
+) -> None:
     tries(1)
     found: list[torch.Tensor] = []
 
@@ -424,7 +466,9 @@ def test_a_try_with_another_price_is_refused_and_not_counted(
     with pytest.raises(PrivacyError, match="but the price is that of"):
         tune_privately(Training(**changes), plan=PLAN, storage=storage)
     assert trial_states(storage, "private tuning") == ["RUNNING"]
-    assert tune_privately(Training(clip=0.3), plan=PLAN, storage=storage).settings is not None, "the clip may be tuned"
+    assert tune_privately(Training(clip=0.3), plan=PLAN, storage=storage).settings is not None, (
+        "the clip may be tuned"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Oracle builds the geometry")
@@ -439,7 +483,9 @@ def test_a_try_with_a_ledger_of_its_own_is_refused(ledger: Ledger) -> None:
         tune_privately(Training(ledger=ledger), plan=PLAN)
 
 
-def test_tries_that_share_their_noise_are_refused(storage: Path, tries: Callable[[int], list[int]]) -> None:
+def test_tries_that_share_their_noise_are_refused(
+    storage: Path, tries: Callable[[int], list[int]]
+) -> None:
     tries(3)
     objective = Training(seed=1)
     for _ in range(2):  # also after a resume
@@ -460,7 +506,9 @@ def test_a_plan_of_a_single_run_is_refused() -> None:
         tune_privately(Training(), plan=single)
 
 
-def test_more_tries_than_were_drawn_are_not_released(storage: Path, tries: Callable[[int], list[int]]) -> None:
+def test_more_tries_than_were_drawn_are_not_released(
+    storage: Path, tries: Callable[[int], list[int]]
+) -> None:
     """Two processes at once."""
     tries(2)
     inner = Training()
@@ -503,7 +551,12 @@ def test_the_whole_price_is_charged_before_the_first_try_and_once(
         tune_privately(objective, plan=PLAN, storage=storage, ledger=ledger, run_id=run_id)
     assert charged == [PLAN.steps] * 4
     (run,) = read(ledger.path)
-    assert (run.run_id, run.mechanism, run.charged, run.closed) == ("tuning", PLAN.mechanism, PLAN.steps, True)
+    assert (run.run_id, run.mechanism, run.charged, run.closed) == (
+        "tuning",
+        PLAN.mechanism,
+        PLAN.steps,
+        True,
+    )
     assert ledger.epsilon(PLAN.delta) == PLAN.epsilon()
 
 
@@ -514,7 +567,9 @@ def test_a_charge_pays_for_one_tuning(
     tune_privately(Training(), plan=PLAN, storage=storage, ledger=ledger)
     tune_privately(Training(), plan=PLAN, ledger=ledger)
     assert len(ledger.runs()) == 2, "another tuning has another name, and another charge"
-    ledger.open_run("mine", PLAN.mechanism, delta=PLAN.delta)  # a kill before the charge: nothing was seen yet
+    ledger.open_run(
+        "mine", PLAN.mechanism, delta=PLAN.delta
+    )  # a kill before the charge: nothing was seen yet
     tune_privately(Training(), plan=PLAN, storage=tmp_path / "a.db", ledger=ledger, run_id="mine")
     for place in (None, tmp_path / "b.db", tmp_path / "b.db"):
         with pytest.raises(PrivacyError, match="is closed"):

@@ -29,11 +29,15 @@ ORDERS = [  # of RDP, when the best run is selected: the default has gaps above 
     *rdp.rdp_privacy_accountant.DEFAULT_RDP_ORDERS,
     *(72, 80, 88, 96, 112, 144, 160, 192, 224, 320, 384, 448, 640, 768),
 ]
-FINE = 1e-4  # discretisation of the privacy loss, relative to epsilon; any value gives an upper bound
+FINE = (
+    1e-4  # discretisation of the privacy loss, relative to epsilon; any value gives an upper bound
+)
 SMALLEST_NOISE, LARGEST_NOISE = 1e-2, 1e6
 
 
-def epsilon_spent(mechanisms: Sequence[Mechanism], delta: float, accountant: Accountant = "pld") -> float:
+def epsilon_spent(
+    mechanisms: Sequence[Mechanism], delta: float, accountant: Accountant = "pld"
+) -> float:
     """The epsilon of running all `mechanisms` on the same records, at `delta` (add-or-remove-one).
 
     If any of them is a selection, RDP analyses all of them.
@@ -41,13 +45,19 @@ def epsilon_spent(mechanisms: Sequence[Mechanism], delta: float, accountant: Acc
     if accountant not in ("pld", "rdp"):
         raise PrivacyError(f"accountant={accountant!r}: choose 'pld' (tight) or 'rdp'")
     if not 0 < delta < 1:
-        raise PrivacyError(f"delta={delta}: must lie strictly between 0 and 1; below 1/N is customary")
+        raise PrivacyError(
+            f"delta={delta}: must lie strictly between 0 and 1; below 1/N is customary"
+        )
     ran = tuple(mechanism for mechanism in mechanisms if mechanism.steps)
     if any(mechanism.noise_multiplier == 0 or not mechanism.public_geometry for mechanism in ran):
         return math.inf
     accountant = _able(ran, accountant)
     rough = _bound(ran, delta, accountant, 10 * FINE)
-    return rough if accountant == "rdp" else min(rough, _bound(ran, delta, accountant, _resolution(rough / 2)))
+    return (
+        rough
+        if accountant == "rdp"
+        else min(rough, _bound(ran, delta, accountant, _resolution(rough / 2)))
+    )
 
 
 def _able(mechanisms: Sequence[Mechanism], accountant: Accountant) -> Accountant:
@@ -59,8 +69,12 @@ def _resolution(epsilon: float) -> float:
     return FINE * min(max(epsilon, 0.1), 10.0)
 
 
-@lru_cache(maxsize=1024)  # a run asks for the same epsilon in its statement, its ledger and its report
-def _bound(mechanisms: tuple[Mechanism, ...], delta: float, accountant: Accountant, resolution: float) -> float:
+@lru_cache(
+    maxsize=1024
+)  # a run asks for the same epsilon in its statement, its ledger and its report
+def _bound(
+    mechanisms: tuple[Mechanism, ...], delta: float, accountant: Accountant, resolution: float
+) -> float:
     relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
     selects = any(mechanism.best_of is not None for mechanism in mechanisms)
     analysis: dp.PrivacyAccountant = (
@@ -90,7 +104,10 @@ def _quietly() -> Iterator[None]:
 
 
 def calibrate_noise(
-    mechanism: Callable[[float], Mechanism], epsilon: float, delta: float, accountant: Accountant = "pld"
+    mechanism: Callable[[float], Mechanism],
+    epsilon: float,
+    delta: float,
+    accountant: Accountant = "pld",
 ) -> float:
     """The smallest noise multiplier (to 0.01%) whose epsilon does not exceed the target.
 

@@ -51,7 +51,9 @@ class Mechanism:
         if not 0 <= self.sampling_rate <= 1:
             raise PrivacyError(f"sampling_rate={self.sampling_rate}: must lie between 0 and 1")
         if not (self.noise_multiplier >= 0 and math.isfinite(self.noise_multiplier)):
-            raise PrivacyError(f"noise_multiplier={self.noise_multiplier}: must be a finite number, 0 or larger")
+            raise PrivacyError(
+                f"noise_multiplier={self.noise_multiplier}: must be a finite number, 0 or larger"
+            )
         if self.steps < 0:
             raise PrivacyError(f"steps={self.steps}: must not be negative")
         if self.cycle < 1:
@@ -62,12 +64,18 @@ class Mechanism:
                     "noise correlated beyond one cycle has no accountant that profits from sampling: sampling_rate "
                     f"must be 1, not {self.sampling_rate}"
                 )
-            if self.rounds > len(self.growth) or not self.growth[-1] == 1 == max(self.growth) or min(self.growth) <= 0:
+            if (
+                self.rounds > len(self.growth)
+                or not self.growth[-1] == 1 == max(self.growth)
+                or min(self.growth) <= 0
+            ):
                 raise PrivacyError(
                     f"growth={self.growth}: must be a factor above 0 for each of the {self.rounds} rounds, the last 1"
                 )
         if not isinstance(self.best_of, BestOf | None):
-            raise PrivacyError(f"best_of={self.best_of!r}: must be a dpkfc.tuning.BestOf(mean=...), or None")
+            raise PrivacyError(
+                f"best_of={self.best_of!r}: must be a dpkfc.tuning.BestOf(mean=...), or None"
+            )
 
     @property
     def rounds(self) -> int:
@@ -92,7 +100,9 @@ class Mechanism:
         if self.sampling_rate == 1:  # r Gaussians are one
             return dp.GaussianDpEvent(self.noise_multiplier / math.sqrt(self.rounds))
         gaussian = dp.GaussianDpEvent(self.noise_multiplier)
-        return dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(self.sampling_rate, gaussian), self.rounds)
+        return dp.SelfComposedDpEvent(
+            dp.PoissonSampledDpEvent(self.sampling_rate, gaussian), self.rounds
+        )
 
     def to_json(self) -> dict[str, Any]:
         fields = {**asdict(self), "growth": list(self.growth)}
@@ -101,7 +111,9 @@ class Mechanism:
         del fields["best_of"]
         if self.cycle > 1 or self.growth:
             return {"mechanism": CORRELATED, **fields}
-        return {"mechanism": PLAIN} | {k: v for k, v in fields.items() if k not in ("cycle", "growth")}
+        return {"mechanism": PLAIN} | {
+            k: v for k, v in fields.items() if k not in ("cycle", "growth")
+        }
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> Mechanism:

@@ -43,7 +43,9 @@ from dpkfc.accounting.rounding import round_up
 from dpkfc.errors import PrivacyError
 
 VERSION = 2  # of the schema below, in the file's `user_version`
-APPLICATION = 0x64706B66  # "dpkf", in the file's `application_id`: tells a ledger from any other SQLite file
+APPLICATION = (
+    0x64706B66  # "dpkf", in the file's `application_id`: tells a ledger from any other SQLite file
+)
 PATIENCE = 60.0  # seconds to wait while another process writes
 SIMILAR = 0.85  # ratio of difflib.SequenceMatcher from which two names resemble each other
 
@@ -130,17 +132,25 @@ class Ledger:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], dataset: str, *, budget: tuple[float, float] | None = None
+        self,
+        path: str | os.PathLike[str],
+        dataset: str,
+        *,
+        budget: tuple[float, float] | None = None,
     ) -> None:
         self.path = Path(path).absolute()
         self.dataset = _name("dataset", dataset)
         self._token = secrets.token_hex(8)
-        self._left: dict[str, tuple[int, str]] = {}  # the steps and the writer at which this object last saw a run
+        self._left: dict[
+            str, tuple[int, str]
+        ] = {}  # the steps and the writer at which this object last saw a run
         self._closed = False
         self._pid = os.getpid()
         self._connection: sqlite3.Connection | None = None
         self._file: tuple[int, int] | None = None  # which file the path led to when it was opened
-        self._log: tuple[int, int] | None = None  # and which write-ahead log belongs to the present connection
+        self._log: tuple[int, int] | None = (
+            None  # and which write-ahead log belongs to the present connection
+        )
         with _LOCK, _explained(self.path):
             self._connect(create=True)
             _LIVE.add(self)
@@ -148,7 +158,12 @@ class Ledger:
             self._keep_budget(*_sound_budget(budget))
 
     def open_run(
-        self, run_id: str, mechanism: Mechanism, *, delta: float | None = None, unchecked: Sequence[str] = ()
+        self,
+        run_id: str,
+        mechanism: Mechanism,
+        *,
+        delta: float | None = None,
+        unchecked: Sequence[str] = (),
     ) -> int:
         """Register the run with all the steps it plans, or take it up again; returns the steps already charged.
 
@@ -187,7 +202,14 @@ class Ledger:
                     db.execute(
                         "INSERT INTO runs (dataset, run_id, mechanism, started, delta, unchecked) "
                         "VALUES (?, ?, ?, ?, ?, ?)",
-                        (self.dataset, run_id, json.dumps(mechanism.to_json()), now, delta, _lines(notes)),
+                        (
+                            self.dataset,
+                            run_id,
+                            json.dumps(mechanism.to_json()),
+                            now,
+                            delta,
+                            _lines(notes),
+                        ),
                     )
                     self._left[run_id] = 0, ""
                     return 0
@@ -200,7 +222,10 @@ class Ledger:
         A total that is not above the last one raises: its release would be the second for one charge. After
         a charge that was interrupted (Ctrl-C), nothing was released, and the same total may be charged again.
         """
-        steps, me = _count("steps", steps), f"{os.getpid()}-{self._token}"  # a child has its parent's token
+        steps, me = (
+            _count("steps", steps),
+            f"{os.getpid()}-{self._token}",
+        )  # a child has its parent's token
         with self._transaction() as db:
             run, writer = self._known(db, run_id), self._writer(db, run_id)
             where, left = self._label(run_id), self._left.get(run_id)
@@ -239,7 +264,10 @@ class Ledger:
         """No more steps will be charged: a budget counts only what was. There is no way back."""
         with self._transaction() as db:
             self._known(db, run_id)
-            db.execute("UPDATE runs SET closed = 1 WHERE dataset = ? AND run_id = ?", (self.dataset, run_id))
+            db.execute(
+                "UPDATE runs SET closed = 1 WHERE dataset = ? AND run_id = ?",
+                (self.dataset, run_id),
+            )
 
     def runs(self) -> list[LedgerRun]:
         """Every run on this data set, in the order they were opened."""
@@ -269,7 +297,11 @@ class Ledger:
                 )
 
     def _fits(
-        self, budget: tuple[float, float], others: Sequence[LedgerRun], wanted: list[Mechanism], what: str
+        self,
+        budget: tuple[float, float],
+        others: Sequence[LedgerRun],
+        wanted: list[Mechanism],
+        what: str,
     ) -> None:
         allowed, delta = budget
         total = epsilon_spent([run.committed for run in others] + wanted, delta)
@@ -304,7 +336,10 @@ class Ledger:
             )
 
     def _warn_of_similar_names(self, db: sqlite3.Connection) -> None:
-        known = [name for (name,) in db.execute("SELECT dataset FROM runs UNION SELECT dataset FROM budgets")]
+        known = [
+            name
+            for (name,) in db.execute("SELECT dataset FROM runs UNION SELECT dataset FROM budgets")
+        ]
         similar = [name for name in known if name != self.dataset and _resemble(name, self.dataset)]
         if similar:
             warnings.warn(
@@ -314,7 +349,9 @@ class Ledger:
             )
 
     def _budget(self, db: sqlite3.Connection) -> tuple[float, float] | None:
-        row = db.execute("SELECT epsilon, delta FROM budgets WHERE dataset = ?", (self.dataset,)).fetchone()
+        row = db.execute(
+            "SELECT epsilon, delta FROM budgets WHERE dataset = ?", (self.dataset,)
+        ).fetchone()
         return None if row is None else (float(row[0]), float(row[1]))
 
     def _find(self, db: sqlite3.Connection, run_id: str) -> LedgerRun | None:
@@ -333,7 +370,9 @@ class Ledger:
         return _select(db, "WHERE dataset = ?", self.dataset)
 
     def _writer(self, db: sqlite3.Connection, run_id: str) -> str:
-        row = db.execute("SELECT writer FROM runs WHERE dataset = ? AND run_id = ?", (self.dataset, run_id)).fetchone()
+        row = db.execute(
+            "SELECT writer FROM runs WHERE dataset = ? AND run_id = ?", (self.dataset, run_id)
+        ).fetchone()
         return str(row[0])
 
     def _label(self, run_id: str) -> str:
@@ -377,7 +416,11 @@ class Ledger:
         connection = _open(self.path, create)
         if self._file is None:
             self._file = _identity(self.path)
-        self._connection, self._log, self._pid = connection, _identity(_log_of(self.path)), os.getpid()
+        self._connection, self._log, self._pid = (
+            connection,
+            _identity(_log_of(self.path)),
+            os.getpid(),
+        )
 
     def _check_same_file(self) -> None:
         """Refuse to go on if the path no longer leads to the file that was opened.
@@ -408,14 +451,21 @@ def read(path: str | os.PathLike[str]) -> list[LedgerRun]:
     """Every run on every data set in the ledger at `path`, which is not changed and may be in use."""
     file = Path(path).absolute()
     if not file.is_file():
-        raise PrivacyError(f"no ledger at {file}: check the path; a ledger is made by the first run that names it")
+        raise PrivacyError(
+            f"no ledger at {file}: check the path; a ledger is made by the first run that names it"
+        )
     log = _log_of(file)
     with _LOCK, _explained(file):
-        if not log.exists():  # then nobody has it open: the file is all, and needs nothing beside it to be read
+        if (
+            not log.exists()
+        ):  # then nobody has it open: the file is all, and needs nothing beside it to be read
             before = file.stat()
             runs = _read(file, "mode=ro&immutable=1")
             after = file.stat()
-            if not log.exists() and (before.st_mtime_ns, before.st_size) == (after.st_mtime_ns, after.st_size):
+            if not log.exists() and (before.st_mtime_ns, before.st_size) == (
+                after.st_mtime_ns,
+                after.st_size,
+            ):
                 return runs
         return _read(file, "mode=ro")
 
@@ -453,7 +503,16 @@ def _run(
             f"run {run_id!r} on data set {dataset!r} has a mechanism that this dpkfc cannot read, {mechanism}: it was "
             "written by a newer one; upgrade to read it"
         ) from error
-    return LedgerRun(run_id, dataset, planned, charged, started, bool(closed), delta, tuple(unchecked.splitlines()))
+    return LedgerRun(
+        run_id,
+        dataset,
+        planned,
+        charged,
+        started,
+        bool(closed),
+        delta,
+        tuple(unchecked.splitlines()),
+    )
 
 
 def _log_of(path: Path) -> Path:
@@ -471,7 +530,9 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def _connect(path: Path, how: str) -> sqlite3.Connection:
     uri = f"{path.as_uri()}?{how}"
-    return sqlite3.connect(uri, uri=True, isolation_level=None, timeout=PATIENCE, check_same_thread=False)
+    return sqlite3.connect(
+        uri, uri=True, isolation_level=None, timeout=PATIENCE, check_same_thread=False
+    )
 
 
 def _open(path: Path, create: bool = True) -> sqlite3.Connection:
@@ -488,7 +549,9 @@ def _open(path: Path, create: bool = True) -> sqlite3.Connection:
                 for statement in SCHEMA:
                     db.execute(statement)
             db.execute("COMMIT")
-        db.execute("SELECT count(*) FROM runs").fetchone()  # from here on the log exists, and nobody else deletes it
+        db.execute(
+            "SELECT count(*) FROM runs"
+        ).fetchone()  # from here on the log exists, and nobody else deletes it
     except BaseException:
         db.close()
         raise
@@ -509,7 +572,9 @@ def _is_new(db: sqlite3.Connection, path: Path) -> bool:
                 "wrote it, or a newer one"
             )
         return False
-    if application or version or tables or 0 < path.stat().st_size < 512:  # less than a page is empty to SQLite
+    if (
+        application or version or tables or 0 < path.stat().st_size < 512
+    ):  # less than a page is empty to SQLite
         raise PrivacyError(f"{path} is not a ledger: choose another path; it was not touched")
     return True
 
@@ -526,7 +591,9 @@ def _write_ahead(db: sqlite3.Connection, path: Path) -> None:
                 raise
             time.sleep(0.01)
     if mode != "wal":
-        raise PrivacyError(f"the file system of {path} cannot keep a write-ahead log: put the ledger on a local disk")
+        raise PrivacyError(
+            f"the file system of {path} cannot keep a write-ahead log: put the ledger on a local disk"
+        )
 
 
 ADVICE = {
@@ -546,7 +613,10 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        advice = next((text for start, text in ADVICE.items() if _code(error).startswith(start)), "nothing was charged")
+        advice = next(
+            (text for start, text in ADVICE.items() if _code(error).startswith(start)),
+            "nothing was charged",
+        )
         raise PrivacyError(f"the ledger {path} cannot be used ({error}): {advice}") from error
 
 
@@ -556,7 +626,9 @@ def _code(error: sqlite3.Error) -> str:
 
 def _name(what: str, value: str) -> str:
     if not isinstance(value, str) or not value or not value.isprintable() or value != value.strip():
-        raise PrivacyError(f"{what}={value!r}: must be printable text, not empty, without spaces at its ends")
+        raise PrivacyError(
+            f"{what}={value!r}: must be printable text, not empty, without spaces at its ends"
+        )
     return value
 
 
@@ -579,7 +651,9 @@ def _lines(notes: Sequence[str]) -> str:
 
 def _sound_notes(unchecked: Sequence[str]) -> tuple[str, ...]:
     if isinstance(unchecked, str):
-        raise PrivacyError(f"unchecked={unchecked!r}: must be a sequence of texts, such as ({unchecked!r},)")
+        raise PrivacyError(
+            f"unchecked={unchecked!r}: must be a sequence of texts, such as ({unchecked!r},)"
+        )
     return tuple(_name("unchecked", note) for note in unchecked)
 
 
@@ -624,7 +698,9 @@ def _sound_budget(budget: tuple[float, float]) -> tuple[float, float]:
     except (TypeError, ValueError):
         raise PrivacyError(f"budget={budget!r}: must be a pair (epsilon, delta)") from None
     if not (epsilon > 0 and math.isfinite(epsilon) and 0 < delta < 1):
-        raise PrivacyError(f"budget={budget!r}: epsilon must be positive and finite, delta strictly between 0 and 1")
+        raise PrivacyError(
+            f"budget={budget!r}: epsilon must be positive and finite, delta strictly between 0 and 1"
+        )
     return epsilon, delta
 
 
@@ -643,4 +719,6 @@ def _before_fork() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
+    os.register_at_fork(
+        before=_before_fork, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
+    )

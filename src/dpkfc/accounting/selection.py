@@ -17,7 +17,10 @@ from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dpkfc.errors import PrivacyError
 
 Runs = Literal["geometric", "poisson"]
-SHAPES: dict[Runs, float] = {"geometric": 1.0, "poisson": math.inf}  # dp-accounting's names for the two
+SHAPES: dict[Runs, float] = {
+    "geometric": 1.0,
+    "poisson": math.inf,
+}  # dp-accounting's names for the two
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,13 @@ class BestOf:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.mean, Real) and 1 <= self.mean < math.inf):
-            raise PrivacyError(f"mean={self.mean!r} of BestOf: the expected number of runs must be finite, at least 1")
+            raise PrivacyError(
+                f"mean={self.mean!r} of BestOf: the expected number of runs must be finite, at least 1"
+            )
         if self.runs not in SHAPES:
-            raise PrivacyError(f"runs={self.runs!r} of BestOf: choose one of {', '.join(map(repr, SHAPES))}")
+            raise PrivacyError(
+                f"runs={self.runs!r} of BestOf: choose one of {', '.join(map(repr, SHAPES))}"
+            )
         if self.score_noise is not None and not (
             isinstance(self.score_noise, Real) and 0 < self.score_noise < math.inf
         ):
@@ -55,13 +62,19 @@ class BestOf:
                 f"score_noise={self.score_noise!r} of BestOf: must be a positive, finite standard deviation, or None "
                 "if the score is computed from public records only"
             )
-        object.__setattr__(self, "mean", float(self.mean))  # Python's own numbers, which files give back
+        object.__setattr__(
+            self, "mean", float(self.mean)
+        )  # Python's own numbers, which files give back
         if self.score_noise is not None:
             object.__setattr__(self, "score_noise", float(self.score_noise))
 
     def draw(self, generator: np.random.Generator) -> int:
         """The number of runs: at least 1 if geometric; a Poisson one may be 0."""
-        return int(generator.geometric(1 / self.mean) if self.runs == "geometric" else generator.poisson(self.mean))
+        return int(
+            generator.geometric(1 / self.mean)
+            if self.runs == "geometric"
+            else generator.poisson(self.mean)
+        )
 
     def event(self, run: dp.DpEvent) -> dp.DpEvent:
         """The selection among repetitions of `run`, in dp-accounting's language."""

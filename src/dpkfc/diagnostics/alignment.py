@@ -49,8 +49,12 @@ class Alignment(Result):
     privacy: str
 
     def __rich__(self) -> Table:
-        headings = [f"{what}\n{factor}" for what in ("cosine", "error") for factor in ("A", "G", "A ⊗ G")]
-        table = table_of(f"Factors beside those of {self.reference}", self.privacy, ["layer", "source"], headings)
+        headings = [
+            f"{what}\n{factor}" for what in ("cosine", "error") for factor in ("A", "G", "A ⊗ G")
+        ]
+        table = table_of(
+            f"Factors beside those of {self.reference}", self.privacy, ["layer", "source"], headings
+        )
         for rows in zip(*self.sources.values(), strict=True):
             for number, (source, row) in enumerate(zip(self.sources, rows, strict=True)):
                 figures = (*(f"{x:.3f}" for x in row.cosine), *(f"{x:.3g}" for x in row.error))
@@ -112,7 +116,9 @@ def factor_alignment(
     return Alignment(reference.name, rows, privacy_of([reference, *named.values()]))
 
 
-def _compare(layer: str, wanted: tuple[Spectrum, Spectrum], found: tuple[Spectrum, Spectrum]) -> FactorAlignment:
+def _compare(
+    layer: str, wanted: tuple[Spectrum, Spectrum], found: tuple[Spectrum, Spectrum]
+) -> FactorAlignment:
     both = [inner(x, y) for x, y in zip(wanted, found, strict=True)]
     of_wanted, of_found = ([x.values.square().sum(1) for x in one] for one in (wanted, found))
     measured = [

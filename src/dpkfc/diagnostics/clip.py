@@ -34,7 +34,9 @@ class ClipEffect:
     mean_weight: float
     cosine: float  # between the mean of the clipped gradients and that of the unclipped
     length: float  # of the clipped mean, relative to the unclipped
-    shares: dict[str, float]  # mean over examples of ‖U_l g_il‖² / ‖U g_i‖², by layer; they add up to 1
+    shares: dict[
+        str, float
+    ]  # mean over examples of ‖U_l g_il‖² / ‖U g_i‖², by layer; they add up to 1
     not_finite: int  # examples whose gradient is not, and which count as zero
 
 
@@ -47,7 +49,9 @@ class Clipping(Result):
     privacy: str
 
     def __rich__(self) -> Table:
-        table = table_of(f"Clipping of {self.examples} examples", self.privacy, [""], self.geometries)
+        table = table_of(
+            f"Clipping of {self.examples} examples", self.privacy, [""], self.geometries
+        )
         found = list(self.geometries.values())
         table.add_row("clip C", *(f"{one.clip:.3g}" for one in found))
         for level in SHOWN:
@@ -98,7 +102,9 @@ def clip_effect(
     examples = Examples(source, loss, loss_reduction, probes, seed)
     compared = beside_dp_sgd(geometry)
     with watched(model, vmap_modules) as (copied, capture):
-        steps = {name: step_of(copied, capture, examples, one, clip) for name, one in compared.items()}
+        steps = {
+            name: step_of(copied, capture, examples, one, clip) for name, one in compared.items()
+        }
     effects = {name: _effect(step) for name, step in steps.items()}
     return Clipping(effects, len(steps["DP-SGD"].norms), privacy_of([source], compared.values()))
 
@@ -110,9 +116,14 @@ def _effect(step: Step) -> ClipEffect:
         raise PrivacyError(
             "no example has a finite gradient: the weights have diverged, or the inputs or the loss are not finite"
         )
-    plain, clipped = (torch.cat(list(means.values())).double() for means in (step.plain, step.clipped))
+    plain, clipped = (
+        torch.cat(list(means.values())).double() for means in (step.plain, step.clipped)
+    )
     some = norms > 0
-    shares = {name: (part[finite][some].double() / norms[some].square()) for name, part in step.squares.items()}
+    shares = {
+        name: (part[finite][some].double() / norms[some].square())
+        for name, part in step.squares.items()
+    }
     return ClipEffect(
         clip=step.clip,
         percentiles=tuple(_quantiles(norms).tolist()),

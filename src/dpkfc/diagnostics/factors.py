@@ -20,7 +20,9 @@ Factors = dict[str, tuple[Spectrum, Spectrum]]  # (A, G) by layer, all eigenvalu
 
 def by_name(sources: Probe | Mapping[str, Probe]) -> dict[str, Probe]:
     """Sources by name; a single one goes by its own."""
-    found: dict[str, Any] = dict(sources) if isinstance(sources, Mapping) else {getattr(sources, "name", ""): sources}
+    found: dict[str, Any] = (
+        dict(sources) if isinstance(sources, Mapping) else {getattr(sources, "name", ""): sources}
+    )
     for name, source in found.items():
         if not is_probe(source):
             raise PrivacyError(
@@ -61,7 +63,11 @@ def factors_of(
         geometry.prepare(copied, capture)
         geometry.refresh(copied, capture, 0)
         parameters, layers = dict(copied.named_parameters()), layers_of(capture.units)
-    found = {layers[parameters[names[0]]]: (a, g) for names, (a, g) in geometry.spectra.items() if g is not None}
+    found = {
+        layers[parameters[names[0]]]: (a, g)
+        for names, (a, g) in geometry.spectra.items()
+        if g is not None
+    }
     if not found:
         raise PrivacyError(
             f"{type(model).__name__} has no trainable layer with Kronecker factors of at most {max_factor}: a linear "

@@ -33,7 +33,9 @@ from dpkfc.probes.targets import probe_losses
 
 Matrix = Literal["hessian", "ggn"]
 Product = Callable[[Tensor], Tensor]
-EXHAUSTED = 1e-10  # a remainder below this share of ‖T‖: the vectors so far span all that v can reach
+EXHAUSTED = (
+    1e-10  # a remainder below this share of ‖T‖: the vectors so far span all that v can reach
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ class Quadrature:
 
     def moment(self, power: int) -> float:
         """An estimate of ``tr(H^power) / d``."""
-        return math.fsum(weight * node**power for node, weight in zip(self.nodes, self.weights, strict=True))
+        return math.fsum(
+            weight * node**power for node, weight in zip(self.nodes, self.weights, strict=True)
+        )
 
     @property
     def extremes(self) -> tuple[float, float]:
@@ -60,7 +64,9 @@ class Quadrature:
         below = math.fsum(size for node, size in zip(self.nodes, sizes, strict=True) if node < 0)
         return below / math.fsum(sizes) if any(sizes) else 0.0
 
-    def density(self, points: int = 512, width: float | None = None) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def density(
+        self, points: int = 512, width: float | None = None
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Places, and the density there: every node as a Gaussian of standard deviation `width` (1% of the range)."""
         whole("points", points, 2)
         low, high = self.extremes
@@ -68,7 +74,9 @@ class Quadrature:
         width = spread if width is None else real("width", width, above=0)
         places = torch.linspace(low - 4 * width, high + 4 * width, points, dtype=torch.float64)
         nodes, weights = (torch.tensor(x, dtype=torch.float64) for x in (self.nodes, self.weights))
-        bells = torch.exp(-(((places[:, None] - nodes) / width) ** 2) / 2) / (width * math.sqrt(2 * math.pi))
+        bells = torch.exp(-(((places[:, None] - nodes) / width) ** 2) / 2) / (
+            width * math.sqrt(2 * math.pi)
+        )
         return tuple(places.tolist()), tuple((bells @ weights).tolist())
 
     def magnitudes(self, points: int = 256) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -147,24 +155,34 @@ def hessian_density(
         raise PrivacyError(f"matrix={matrix!r}: must be 'hessian' or 'ggn'")
     whole("steps", steps, 1)
     whole("vectors", vectors, 1)
-    several = isinstance(source, Mapping) and len(source) > 0 and all(map(is_probe, source.values()))
+    several = (
+        isinstance(source, Mapping) and len(source) > 0 and all(map(is_probe, source.values()))
+    )
     named = dict(source) if several else {source.name if is_probe(source) else "records": source}
     found = {}
     for name, one in named.items():
-        with _product(copy_of(model), Examples(one, loss, "mean", probes, seed), matrix) as (product, like, size):
+        with _product(copy_of(model), Examples(one, loss, "mean", probes, seed), matrix) as (
+            product,
+            like,
+            size,
+        ):
             found[name] = quadrature(product, size, steps, vectors, like, seed)
     private = tuple(name for name, one in named.items() if not is_probe(one) or not one.public)
     return HessianDensity(matrix, found, steps, vectors, private, privacy_of(named.values()))
 
 
-def quadrature(product: Product, size: int, steps: int, vectors: int, like: Tensor, seed: int = 0) -> Quadrature:
+def quadrature(
+    product: Product, size: int, steps: int, vectors: int, like: Tensor, seed: int = 0
+) -> Quadrature:
     """Nodes and weights for the symmetric matrix behind `product`, from `vectors` Gaussian start vectors."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(vectors):
         start = torch.randn(size, generator=generator, dtype=torch.float64).to(like.device)
         diagonal, beside = tridiagonal(product, start, min(steps, size))
-        nodes, bases = torch.linalg.eigh(torch.diag(diagonal) + torch.diag(beside, 1) + torch.diag(beside, -1))
+        nodes, bases = torch.linalg.eigh(
+            torch.diag(diagonal) + torch.diag(beside, 1) + torch.diag(beside, -1)
+        )
         found.append((nodes, bases[0].square() / vectors))  # ω_k: the squared first entries
     nodes, weights = (torch.cat(parts) for parts in zip(*found, strict=True))
     order = nodes.argsort()
@@ -196,7 +214,9 @@ def tridiagonal(product: Product, start: Tensor, steps: int) -> tuple[Tensor, Te
 
 
 @contextmanager
-def _product(model: nn.Module, examples: Examples, matrix: Matrix) -> Iterator[tuple[Product, Tensor, int]]:
+def _product(
+    model: nn.Module, examples: Examples, matrix: Matrix
+) -> Iterator[tuple[Product, Tensor, int]]:
     """v ↦ H v over the trainable parameters, laid end to end; one parameter, for its device; and their number.
 
     The graph of one forward pass serves all products. Attention runs in its plain form, which can be differentiated
@@ -204,7 +224,9 @@ def _product(model: nn.Module, examples: Examples, matrix: Matrix) -> Iterator[t
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
-        raise PrivacyError("the model has no trainable parameter: set requires_grad on what the Hessian is to be of")
+        raise PrivacyError(
+            "the model has no trainable parameter: set requires_grad on what the Hessian is to be of"
+        )
     outputs: list[Any] = []
     model.register_forward_hook(lambda module, args, output: outputs.append(output))
     device = parameters[0].device
@@ -227,10 +249,14 @@ def _value(model: nn.Module, examples: Examples, outputs: list[Any]) -> Tensor:
     probing = Probing(examples.count, None, examples.loss, examples.seed)  # type: ignore[arg-type]
     generator = probing.generator(0, "diagnostics")
     reference = next(p for p in model.parameters() if p.is_floating_point())
-    drawn = to(source.draw(examples.count or source.count, generator), reference.device, reference.dtype)
+    drawn = to(
+        source.draw(examples.count or source.count, generator), reference.device, reference.dtype
+    )
     torch.manual_seed(examples.seed)
     output = call(model, drawn.inputs)
-    return probe_losses(probing.loss, output, drawn, generator, getattr(source, "classes", None)).mean()
+    return probe_losses(
+        probing.loss, output, drawn, generator, getattr(source, "classes", None)
+    ).mean()
 
 
 def _second(parameters: list[nn.Parameter], slopes: list[Tensor]) -> Product:
@@ -256,7 +282,9 @@ def _gauss_newton(parameters: list[nn.Parameter], value: Tensor, logits: Tensor)
     return product
 
 
-def _differentiate(of: list[Tensor], by: list[Any], along: list[Tensor] | None, keep: bool = True) -> list[Tensor]:
+def _differentiate(
+    of: list[Tensor], by: list[Any], along: list[Tensor] | None, keep: bool = True
+) -> list[Tensor]:
     """Gradients that can be differentiated again if `keep`; zero where nothing depends."""
     pairs = [(x, None if along is None else along[k]) for k, x in enumerate(of) if x.requires_grad]
     if not pairs:

@@ -49,7 +49,9 @@ def copy_of(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def watched(model: nn.Module, vmap_modules: Iterable[str] = ()) -> Iterator[tuple[nn.Module, GradientCapture]]:
+def watched(
+    model: nn.Module, vmap_modules: Iterable[str] = ()
+) -> Iterator[tuple[nn.Module, GradientCapture]]:
     """A copy of the model and a tape on it; the global generators are afterwards as they were."""
     copied = copy_of(model)
     check_model(copied)
@@ -79,7 +81,9 @@ class Examples:
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum"):
-            raise PrivacyError(f"loss_reduction={self.reduction!r}: must be 'mean' or 'sum' over the records")
+            raise PrivacyError(
+                f"loss_reduction={self.reduction!r}: must be 'mean' or 'sum' over the records"
+            )
         if not is_probe(self.source) and not callable(self.loss):
             raise PrivacyError(
                 f"loss={self.loss!r} is for probes. For a batch of records give loss=, a function (model, batch) -> "
@@ -88,11 +92,15 @@ class Examples:
         if self.count is not None:
             whole("probes", self.count, 1)
 
-    def passes(self, model: nn.Module, capture: GradientCapture) -> Iterator[tuple[list[LayerCall], float]]:
+    def passes(
+        self, model: nn.Module, capture: GradientCapture
+    ) -> Iterator[tuple[list[LayerCall], float]]:
         """The calls (a, δ) of each pass, and the number that makes their gradients those of single examples."""
         if is_probe(self.source):
             probing = Probing(self.count, None, self.loss, self.seed)  # type: ignore[arg-type]
-            for calls in probing.passes(model, capture, self.source, probing.generator(0, "diagnostics")):
+            for calls in probing.passes(
+                model, capture, self.source, probing.generator(0, "diagnostics")
+            ):
                 yield _checked(calls), 1.0
             return
         torch.manual_seed(self.seed)
@@ -104,7 +112,9 @@ class Examples:
         """``loss(model, batch)``, refused if it did not run the model that it was given."""
         value = self.loss(model, self.source)  # type: ignore[operator, call-arg]
         if not isinstance(value, Tensor) or value.dim() != 0:
-            raise PrivacyError("loss(model, batch) must return a scalar tensor, as the training loop's loss")
+            raise PrivacyError(
+                "loss(model, batch) must return a scalar tensor, as the training loop's loss"
+            )
         if not ran() or not value.requires_grad:
             raise PrivacyError(
                 "loss(model, batch) did not run the model that it was given, with gradients: it is a copy. Write "
@@ -117,7 +127,11 @@ def _checked(calls: list[LayerCall]) -> list[LayerCall]:
     """The calls of one pass, which must be of the same examples."""
     batches = {call.batch for call in calls}
     if len(batches) != 1:
-        ran = f"on batches of {sorted(batches)} examples" if batches else "without using a trainable parameter"
+        ran = (
+            f"on batches of {sorted(batches)} examples"
+            if batches
+            else "without using a trainable parameter"
+        )
         raise PrivacyError(
             f"the loss ran the model {ran}: row i must be the same example in all forward passes of the loss, and the "
             "loss must depend on the model's output"

@@ -27,22 +27,34 @@ FLOOR = 1e-12  # eigenvalues below this share of the largest are rounding
 def plot_snr(snr: SNR, file: Path) -> None:
     """A line a geometry over the layers."""
     layers = _short([row.layer for row in next(iter(snr.geometries.values()))])
-    figure, ((panel,),) = _figure(1, 1, max(5.0, 2.4 + 0.42 * min(len(layers), NAMED)), 3.6 + _depth(layers))
+    figure, ((panel,),) = _figure(
+        1, 1, max(5.0, 2.4 + 0.42 * min(len(layers), NAMED)), 3.6 + _depth(layers)
+    )
     for name, style in _styles(snr.geometries).items():
         rows = snr.geometries[name]
-        panel.plot(range(len(rows)), [row.ratio or float("nan") for row in rows], label=name, **style)
+        panel.plot(
+            range(len(rows)), [row.ratio or float("nan") for row in rows], label=name, **style
+        )
     panel.axhline(1, color="0.35", linestyle=":", linewidth=1, zorder=0)
     panel.set(yscale="log", ylabel="signal / noise")
     _plain_ticks(panel)
     _name_layers(panel, layers)
-    _save(figure, panel, file, f"one step: σ = {snr.noise_multiplier:.3g}, B = {snr.batch_size}", snr.privacy)
+    _save(
+        figure,
+        panel,
+        file,
+        f"one step: σ = {snr.noise_multiplier:.3g}, B = {snr.batch_size}",
+        snr.privacy,
+    )
 
 
 def plot_clipping(clipping: Clipping, file: Path) -> None:
     """Percentiles of the norms in units of the clip, and the layers' shares of the squared norm."""
     layers = list(next(iter(clipping.geometries.values())).shares)
     names = _short(layers)
-    figure, ((left, right),) = _figure(1, 2, max(9.0, 5.6 + 0.42 * min(len(layers), NAMED)), 3.6 + _depth(names))
+    figure, ((left, right),) = _figure(
+        1, 2, max(9.0, 5.6 + 0.42 * min(len(layers), NAMED)), 3.6 + _depth(names)
+    )
     for name, style in _styles(clipping.geometries).items():
         effect = clipping.geometries[name]
         label = f"{name}: C = {effect.clip:.3g}, {effect.clipped:.0%} clipped, cosine {effect.cosine:.3f}"
@@ -54,7 +66,9 @@ def plot_clipping(clipping: Clipping, file: Path) -> None:
     _plain_ticks(left)
     right.set(ylabel="share of the squared norm, %", ylim=(0, None))
     _name_layers(right, names)
-    _save(figure, left, file, f"clipping of {clipping.examples} examples", clipping.privacy, columns=1)
+    _save(
+        figure, left, file, f"clipping of {clipping.examples} examples", clipping.privacy, columns=1
+    )
 
 
 def plot_spectra(spectra: Spectra, file: Path) -> None:
@@ -70,7 +84,11 @@ def plot_spectra(spectra: Spectra, file: Path) -> None:
         largest = max(layer[number].values[0] for layer in spectra.sources.values())
         for name, style in styles.items():
             one = spectra.sources[name][number]
-            kept = [(rank, value) for rank, value in zip(one.ranks, one.values, strict=True) if value > FLOOR * largest]
+            kept = [
+                (rank, value)
+                for rank, value in zip(one.ranks, one.values, strict=True)
+                if value > FLOOR * largest
+            ]
             if kept:
                 panel.plot(*zip(*kept, strict=True), label=name, **{**style, "markevery": 0.2})
         panel.set(xscale="log", yscale="log")
@@ -89,13 +107,17 @@ def plot_spectra(spectra: Spectra, file: Path) -> None:
 def plot_alignment(alignment: Alignment, file: Path) -> None:
     """Cosine above, relative error below; A, G and A ⊗ G side by side."""
     layers = _short([row.layer for row in next(iter(alignment.sources.values()))])
-    figure, panels = _figure(2, 3, max(9.0, 3.6 + 0.9 * min(len(layers), NAMED)), 5.2 + _depth(layers))
+    figure, panels = _figure(
+        2, 3, max(9.0, 3.6 + 0.9 * min(len(layers), NAMED)), 5.2 + _depth(layers)
+    )
     for column, factor in enumerate(("activations, A", "backprops, G", "layer, A ⊗ G")):
         above, below = panels[0][column], panels[1][column]
         for name, style in _styles(alignment.sources).items():
             rows = alignment.sources[name]
             above.plot(range(len(rows)), [row.cosine[column] for row in rows], label=name, **style)
-            below.plot(range(len(rows)), [row.error[column] or float("nan") for row in rows], **style)
+            below.plot(
+                range(len(rows)), [row.error[column] or float("nan") for row in rows], **style
+            )
         above.set_title(factor, fontsize=10)
         above.set_ylim(min(0.0, above.get_ylim()[0]), 1.04)
         below.set_yscale("log")
@@ -133,7 +155,9 @@ def _figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(rows, columns, figsize=(width, height), squeeze=False, layout="constrained")
+    figure, panels = plt.subplots(
+        rows, columns, figsize=(width, height), squeeze=False, layout="constrained"
+    )
     return figure, panels
 
 
@@ -145,7 +169,10 @@ def _styles(names: Iterable[str], private: Iterable[str] = ()) -> dict[str, dict
         if name in private:
             style |= {"color": "black", "linestyle": "--", "marker": ""}
         else:
-            style |= {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+            style |= {
+                "color": COLOURS[number % len(COLOURS)],
+                "marker": MARKERS[number % len(MARKERS)],
+            }
             number += 1
         styles[name] = style
     return styles
@@ -179,7 +206,9 @@ def _depth(layers: list[str]) -> float:
 
 def _name_layers(panel: Axes, layers: list[str], named: bool = True) -> None:
     shown = _some(len(layers), NAMED)
-    panel.set_xticks(shown, [layers[k] if named else "" for k in shown], rotation=40, ha="right", fontsize=8)
+    panel.set_xticks(
+        shown, [layers[k] if named else "" for k in shown], rotation=40, ha="right", fontsize=8
+    )
     panel.set_xlim(-0.4, len(layers) - 0.6)
     panel.grid(alpha=0.25)
 
@@ -195,14 +224,18 @@ def _plain_ticks(panel: Axes) -> None:
     panel.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _save(figure: Any, panel: Axes, file: Path, title: str, privacy: str, columns: int | None = None) -> None:
+def _save(
+    figure: Any, panel: Axes, file: Path, title: str, privacy: str, columns: int | None = None
+) -> None:
     import matplotlib.pyplot as plt
 
     handles, labels = panel.get_legend_handles_labels()
     place = {"loc": "outside lower center", "fontsize": 8, "frameon": False}
     figure.legend(handles, labels, ncols=columns or min(len(labels), 4), **place)
     public = is_public(privacy)
-    heading = "\n".join(part for part in (title, "" if public else privacy.upper()[:11] + privacy[11:]) if part)
+    heading = "\n".join(
+        part for part in (title, "" if public else privacy.upper()[:11] + privacy[11:]) if part
+    )
     figure.suptitle(heading, color="black" if public else "#B00000", fontsize=10)
     figure.savefig(file, dpi=150)
     plt.close(figure)

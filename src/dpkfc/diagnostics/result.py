@@ -52,7 +52,13 @@ def is_public(privacy: str) -> bool:
 
 def table_of(title: str, privacy: str, names: Iterable[str], figures: Iterable[str]) -> Table:
     """An empty table: columns of names, then of figures, and the statement about privacy below."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, caption_justify="left")
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        collapse_padding=True,
+        caption_justify="left",
+    )
     for heading in names:
         table.add_column(heading, no_wrap=True)
     for heading in figures:

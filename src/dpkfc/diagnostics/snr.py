@@ -51,11 +51,15 @@ class SNR(Result):
     def whole(self, geometry: str) -> LayerSNR:
         """All layers together."""
         rows = self.geometries[geometry]
-        signal, noise = (math.hypot(*(getattr(row, part) for row in rows)) for part in ("signal", "noise"))
+        signal, noise = (
+            math.hypot(*(getattr(row, part) for row in rows)) for part in ("signal", "noise")
+        )
         return LayerSNR("all layers", sum(row.parameters for row in rows), signal, noise)
 
     def __rich__(self) -> Table:
-        title = f"Signal to noise of one step (σ = {self.noise_multiplier:.3g}, B = {self.batch_size})"
+        title = (
+            f"Signal to noise of one step (σ = {self.noise_multiplier:.3g}, B = {self.batch_size})"
+        )
         names = list(self.geometries)
         headings = ["parameters", *(f"{name}\nC = {self.clips[name]:.3g}" for name in names)]
         table = table_of(title, self.privacy, ["layer"], headings)
@@ -106,14 +110,24 @@ def layer_snr(
     >>> list(found.geometries), found.privacy
     (['DP-SGD', 'DP-KFC'], 'public: probes and weights only')
     """
-    sigma, size = real("noise_multiplier", noise_multiplier, above=0), whole("batch_size", batch_size, 1)
+    sigma, size = (
+        real("noise_multiplier", noise_multiplier, above=0),
+        whole("batch_size", batch_size, 1),
+    )
     examples = Examples(source, loss, loss_reduction, probes, seed)
     compared = beside_dp_sgd(geometry)
     with watched(model, vmap_modules) as (copied, capture):
-        steps = {name: step_of(copied, capture, examples, one, clip) for name, one in compared.items()}
+        steps = {
+            name: step_of(copied, capture, examples, one, clip) for name, one in compared.items()
+        }
     rows = {
         name: tuple(
-            LayerSNR(layer, part.numel(), float(part.norm()), sigma * step.clip * math.sqrt(part.numel()) / size)
+            LayerSNR(
+                layer,
+                part.numel(),
+                float(part.norm()),
+                sigma * step.clip * math.sqrt(part.numel()) / size,
+            )
             for layer, part in step.clipped.items()
         )
         for name, step in steps.items()

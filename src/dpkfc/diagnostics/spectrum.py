@@ -55,7 +55,13 @@ class Spectra(Result):
                 middle = row.values[_nearest(row.ranks, (row.total + 1) // 2)]
                 figures = (row.values[0], middle, row.trace)
                 first = (row.layer, f"{row.total:,}") if not number else ("", "")
-                table.add_row(first[0], source, first[1], *(f"{x:.2e}" for x in figures), f"{row.effective_rank:.1f}")
+                table.add_row(
+                    first[0],
+                    source,
+                    first[1],
+                    *(f"{x:.2e}" for x in figures),
+                    f"{row.effective_rank:.1f}",
+                )
         return table
 
     def plot(self, file: str | Path) -> None:
@@ -116,7 +122,9 @@ def _layer(layer: str, a: Spectrum, g: Spectrum, points: int) -> LayerSpectrum:
     squares = float((of_a.square().sum(1) * of_g.square().sum(1)).sum())
     values = kronecker_eigenvalues(of_a, of_g, ranks)
     effective = trace**2 / squares if squares > 0 else 0.0
-    return LayerSpectrum(layer, sizes, tuple(ranks.tolist()), tuple(values.tolist()), trace, effective)
+    return LayerSpectrum(
+        layer, sizes, tuple(ranks.tolist()), tuple(values.tolist()), trace, effective
+    )
 
 
 def _every(factor: Spectrum) -> Tensor:
@@ -160,10 +168,17 @@ def by_counting(a: Tensor, g: Tensor, ranks: Tensor) -> Tensor:
     positive = sum(len(x) * len(y) for x, y in logs)
     if not positive:
         return torch.zeros(len(ranks), dtype=a.dtype)
-    low = torch.full((len(ranks),), min(float(x.min() + y[0]) for x, y in logs) - 1e-9, dtype=a.dtype)
+    low = torch.full(
+        (len(ranks),), min(float(x.min() + y[0]) for x, y in logs) - 1e-9, dtype=a.dtype
+    )
     high = torch.full_like(low, max(float(x.max() + y[-1]) for x, y in logs) + 1e-9)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        above = torch.stack([(len(y) - torch.searchsorted(y, middle[:, None] - x)).sum(1) for x, y in logs]).sum(0)
-        low, high = torch.where(above >= ranks, middle, low), torch.where(above >= ranks, high, middle)
+        above = torch.stack(
+            [(len(y) - torch.searchsorted(y, middle[:, None] - x)).sum(1) for x, y in logs]
+        ).sum(0)
+        low, high = (
+            torch.where(above >= ranks, middle, low),
+            torch.where(above >= ranks, high, middle),
+        )
     return torch.where(ranks <= positive, low.exp(), torch.zeros_like(low))

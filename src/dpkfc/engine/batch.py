@@ -17,7 +17,11 @@ def each_part(function: Callable[[Any], Any], batch: Any) -> Any:
     if isinstance(batch, Mapping):
         changed = {name: each_part(function, part) for name, part in batch.items()}
         return changed if type(batch) is dict else _like(batch, changed)
-    if isinstance(batch, list | tuple) and batch and all(isinstance(part, str | bytes | int | float) for part in batch):
+    if (
+        isinstance(batch, list | tuple)
+        and batch
+        and all(isinstance(part, str | bytes | int | float) for part in batch)
+    ):
         return function(batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named tuple
         return type(batch)(*(each_part(function, part) for part in batch))
@@ -46,12 +50,18 @@ def parts_of(batch: Any) -> list[Any]:
 
 def copied(batch: Any) -> Any:
     """With its own tensors, so that changes in place do not reach the batch."""
-    return each_part(lambda part: part.detach().clone() if isinstance(part, Tensor) else part, batch)
+    return each_part(
+        lambda part: part.detach().clone() if isinstance(part, Tensor) else part, batch
+    )
 
 
 def has_rows(part: Any, rows: int) -> bool:
     """Does it hold one entry per record of a batch of `rows`?"""
-    return (part.dim() > 0 and part.shape[0] == rows) if isinstance(part, Tensor) else len(part) == rows
+    return (
+        (part.dim() > 0 and part.shape[0] == rows)
+        if isinstance(part, Tensor)
+        else len(part) == rows
+    )
 
 
 def pick(batch: Any, rows: int, chosen: list[int]) -> Any:

@@ -56,7 +56,9 @@ def save(path: str | os.PathLike[str], private: PrivateRun, others: dict[str, An
     checkpoint_id = secrets.token_hex(8)
     try:
         save_file(tensors, fresh / TENSORS)
-        (fresh / STATE).write_text(json.dumps({"format": FORMAT, "id": checkpoint_id, "state": tree}))
+        (fresh / STATE).write_text(
+            json.dumps({"format": FORMAT, "id": checkpoint_id, "state": tree})
+        )
         _swap(fresh, path)
     finally:
         _remove(fresh)
@@ -80,7 +82,9 @@ def load(path: str | os.PathLike[str], private: PrivateRun, others: dict[str, An
         state, checkpoint_id = _unpack(document["state"], tensors), str(document["id"])
         parts = [state[name] for name in ("model", "optimizer", "private", "generators", "others")]
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
-        raise PrivacyError(f"'{path}' is not a readable checkpoint: {problem!r} is missing or damaged") from problem
+        raise PrivacyError(
+            f"'{path}' is not a readable checkpoint: {problem!r} is missing or damaged"
+        ) from problem
     model, optimizer, run, generators, further = parts
     unknown = set(others) ^ set(further)
     if unknown:
@@ -92,7 +96,9 @@ def load(path: str | os.PathLike[str], private: PrivateRun, others: dict[str, An
     _check_model(private.model, model)
     _check_optimizer(private.optimizer, optimizer)
     again = lineage.marker(path, checkpoint_id).exists()
-    private._continue(run, fresh=again)  # first: if what follows fails, the steps of its weights are counted
+    private._continue(
+        run, fresh=again
+    )  # first: if what follows fails, the steps of its weights are counted
     private._checkpoints = [] if again else [(path, checkpoint_id)]
     if again and private.charged == run["step"] + run["lost_steps"]:
         warnings.warn(lineage.continued_before(path), stacklevel=3)
@@ -135,7 +141,9 @@ def check_run_state(state: Any, steps: int) -> None:
         "noise": lambda value: isinstance(value, dict),
     }
     if not isinstance(state, dict):
-        raise PrivacyError(f"the state of a run is a dict, not {type(state).__name__}: it is damaged")
+        raise PrivacyError(
+            f"the state of a run is a dict, not {type(state).__name__}: it is damaged"
+        )
     bad = [name for name, sound in wanted.items() if name not in state or not sound(state[name])]
     if not bad and state["step"] + state["lost_steps"] > steps:
         bad = ["step + lost_steps"]
@@ -150,14 +158,21 @@ def check_run_state(state: Any, steps: int) -> None:
 
 def _check_model(model: nn.Module, state: Any) -> None:
     own = model.state_dict()
-    missing, unknown = [name for name in own if name not in state], [name for name in state if name not in own]
+    missing, unknown = (
+        [name for name in own if name not in state],
+        [name for name in state if name not in own],
+    )
     other = [name for name in own if name in state and state[name].shape != own[name].shape]
     if missing or unknown or other:
         raise PrivacyError(
             "the checkpoint belongs to another model: "
             + "; ".join(
                 f"{what} {', '.join(names[:8])}"
-                for what, names in (("missing", missing), ("unknown", unknown), ("of another shape", other))
+                for what, names in (
+                    ("missing", missing),
+                    ("unknown", unknown),
+                    ("of another shape", other),
+                )
                 if names
             )
             + ". Build the model as it was. Nothing was changed"
@@ -165,7 +180,9 @@ def _check_model(model: nn.Module, state: Any) -> None:
 
 
 def _check_optimizer(optimizer: Optimizer, state: Any) -> None:
-    found = state.get("optimizer", state) if "param_groups" not in state else state  # DiSK keeps both
+    found = (
+        state.get("optimizer", state) if "param_groups" not in state else state
+    )  # DiSK keeps both
     given = [len(group["params"]) for group in found["param_groups"]]
     own = [len(group["params"]) for group in optimizer.param_groups]
     if given != own:
@@ -189,7 +206,9 @@ def _old(path: Path) -> Path:
 def _foreign(folder: Path) -> list[str]:
     """What is in the folder and was not written by `save`, or by a run that was continued from it."""
     return sorted(
-        place.name for place in folder.iterdir() if place.name not in (STATE, TENSORS) and not _is_marker(place)
+        place.name
+        for place in folder.iterdir()
+        if place.name not in (STATE, TENSORS) and not _is_marker(place)
     )
 
 
@@ -202,7 +221,9 @@ def _demand_replaceable(path: Path) -> None:
     if not path.exists() and not path.is_symlink():
         return
     if path.is_symlink() or not path.is_dir():
-        raise PrivacyError(f"'{path}' exists and is no checkpoint: it was left as it is. Choose another path")
+        raise PrivacyError(
+            f"'{path}' exists and is no checkpoint: it was left as it is. Choose another path"
+        )
     foreign = _foreign(path)
     if foreign:
         raise PrivacyError(
@@ -239,7 +260,9 @@ def _pack(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
         tensors[place] = value.detach().clone().contiguous()
         return {"tensor": place}
     if isinstance(value, dict):
-        return {"dict": [[key, _pack(item, tensors, f"{place}/{key}")] for key, item in value.items()]}
+        return {
+            "dict": [[key, _pack(item, tensors, f"{place}/{key}")] for key, item in value.items()]
+        }
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [_pack(item, tensors, f"{place}/{k}") for k, item in enumerate(value)]}

@@ -59,11 +59,17 @@ def check_model(model: nn.Module) -> None:
                 "train in one process, without fully_shard"
             )
         elif p.requires_grad and not p.is_floating_point():
-            problems.append(f"parameter '{name}' is {p.dtype}: only real floating-point parameters can be trained")
+            problems.append(
+                f"parameter '{name}' is {p.dtype}: only real floating-point parameters can be trained"
+            )
     if problems:
-        raise PrivacyError("this model cannot be trained privately as it is:\n  " + "\n  ".join(problems))
+        raise PrivacyError(
+            "this model cannot be trained privately as it is:\n  " + "\n  ".join(problems)
+        )
     if not any(p.requires_grad for p in model.parameters()):
-        raise PrivacyError("the model has no trainable parameter: set requires_grad on what is to be trained")
+        raise PrivacyError(
+            "the model has no trainable parameter: set requires_grad on what is to be trained"
+        )
 
 
 def _problem_with(module: nn.Module) -> str | None:
@@ -77,24 +83,34 @@ def _problem_with(module: nn.Module) -> str | None:
         )
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         return "keeps running statistics of private records. dpkfc.fix(model), or track_running_stats=False"
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and any(p.requires_grad for p in module.parameters()):
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and any(
+        p.requires_grad for p in module.parameters()
+    ):
         if module.max_norm is not None:
             return "max_norm rewrites the rows that a batch uses, without noise. Use max_norm=None"
         if module.scale_grad_by_freq:
             return "scale_grad_by_freq counts tokens over the batch. Use scale_grad_by_freq=False"
         if module.sparse:
-            return "a private gradient is dense, since noise is added to every row. Use sparse=False"
+            return (
+                "a private gradient is dense, since noise is added to every row. Use sparse=False"
+            )
     trained = any(p.requires_grad for p in module.parameters())
     if (
         trained
         and getattr(module, "batch_first", True) is False
         and isinstance(
-            module, nn.RNNBase | nn.MultiheadAttention | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
+            module,
+            nn.RNNBase
+            | nn.MultiheadAttention
+            | nn.TransformerEncoderLayer
+            | nn.TransformerDecoderLayer,
         )
     ):
         return "puts time before the batch. Use batch_first=True"
     if type(module).__name__ == "OptimizedModule":
-        return "is compiled, so that its layers cannot be watched. Pass the model before torch.compile"
+        return (
+            "is compiled, so that its layers cannot be watched. Pass the model before torch.compile"
+        )
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return "wraps the model. Pass the model itself"
     if type(module).__module__.startswith("opacus."):
@@ -104,7 +120,9 @@ def _problem_with(module: nn.Module) -> str | None:
 
 def frozen_batch_norms(model: nn.Module) -> dict[str, nn.Module]:
     """The BatchNorm modules that `check_model` let pass because they are frozen and in eval mode."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)
+    }
 
 
 def check_still_frozen(norms: dict[str, nn.Module]) -> None:
@@ -120,9 +138,13 @@ def check_still_frozen(norms: dict[str, nn.Module]) -> None:
 def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     """Every trainable parameter must be in the optimizer, and nothing else may be."""
     if not isinstance(optimizer, Optimizer):
-        raise PrivacyError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        raise PrivacyError(
+            f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
+        )
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+    missing = [
+        name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped
+    ]
     if missing:
         raise PrivacyError(
             f"trainable parameters missing from the optimizer: {_some(missing)}. They would take their share of "
@@ -141,7 +163,9 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-def check_isolation(model: nn.Module, capture: GradientCapture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def check_isolation(
+    model: nn.Module, capture: GradientCapture, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
     """Try the model alone, with a random linear loss on its outputs (or its own loss, if it returns one).
 
     False if nothing was to be seen, because the records are equal.
@@ -189,12 +213,19 @@ def check_loss(
 
 
 def _demand_reduction(
-    model: nn.Module, capture: GradientCapture, batch: Any, rows: int, loss_of: Callable[[Any], Tensor], mean_loss: bool
+    model: nn.Module,
+    capture: GradientCapture,
+    batch: Any,
+    rows: int,
+    loss_of: Callable[[Any], Tensor],
+    mean_loss: bool,
 ) -> None:
     """With half as many records, the gradients of a mean are twice as long, and those of a sum stay."""
     half = rows // 2
     fewer, share = pick(batch, rows, list(range(half))), half / rows if mean_loss else 1.0
-    ratios: list[float] = []  # gradient norm in the half batch to that in the whole, corrected for the reduction
+    ratios: list[
+        float
+    ] = []  # gradient norm in the half batch to that in the whole, corrected for the reduction
     for seed in range(DRAWS):
         whole, part = (_gradients(model, capture, some, loss_of, seed) for some in (batch, fewer))
         assert whole.squared_norms is not None and part.squared_norms is not None
@@ -220,7 +251,9 @@ def scalar_loss(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], T
     """The declared loss of a batch."""
     value = loss(model, batch)
     if not isinstance(value, Tensor) or value.dim() != 0:
-        raise PrivacyError("loss(model, batch) must return a scalar tensor, as the training loop's loss")
+        raise PrivacyError(
+            "loss(model, batch) must return a scalar tensor, as the training loop's loss"
+        )
     return value
 
 
@@ -257,12 +290,19 @@ def check_collate(collate: Callable[[list[Any]], Any], records: list[Any]) -> No
     """Try it: with another record in the last place, all rows but one stay. Mixup, say, puts a record into two rows."""
     changed = [*records[:-1], records[0]]
     try:
-        whole, again, other = (tree_leaves(_seeded(collate, given)) for given in (records, records, changed))
+        whole, again, other = (
+            tree_leaves(_seeded(collate, given)) for given in (records, records, changed)
+        )
     except Exception:
         return  # it is tried on every batch anyway, and says then what it cannot do
     _demand_no_statistic(collate, records)
     for x, y, z in zip(whole, again, other, strict=False):
-        if not (isinstance(x, Tensor) and has_rows(x, len(records)) and x.shape == z.shape and torch.equal(x, y)):
+        if not (
+            isinstance(x, Tensor)
+            and has_rows(x, len(records))
+            and x.shape == z.shape
+            and torch.equal(x, y)
+        ):
             continue  # padded to the longest record, or of a randomness that no seed reaches: nothing can be told
         if (_rows(x) - _rows(z)).total() > 1:  # wherever they stand: it may sort them
             raise PrivacyError(
@@ -275,12 +315,15 @@ def _demand_no_statistic(collate: Callable[[list[Any]], Any], records: list[Any]
     """What has no entry per record must be the same among copies of one record, if all shapes are."""
     rows = len(records)
     whole, again, *alone = (
-        _seeded(collate, given) for given in (records, records, *([record] * rows for record in records))
+        _seeded(collate, given)
+        for given in (records, records, *([record] * rows for record in records))
     )
     for batch in alone:
         if _shapes(batch) != _shapes(whole):
             continue  # padded to the longest record: nothing can be told
-        for x, y, z in zip(*(_without_rows(part, rows) for part in (whole, again, batch)), strict=True):
+        for x, y, z in zip(
+            *(_without_rows(part, rows) for part in (whole, again, batch)), strict=True
+        ):
             if _equal(x, y) and not _equal(x, z):
                 raise PrivacyError(
                     "collate_fn computes something from all records of a batch (a mean, a count, weights): one record "
@@ -298,7 +341,9 @@ def _without_rows(batch: Any, rows: int) -> list[Any]:
         return [batch]
     if isinstance(batch, Mapping):
         batch = list(batch.values())
-    elif isinstance(batch, Tensor) or (isinstance(batch, list | tuple) and not any(map(_is_nested, batch))):
+    elif isinstance(batch, Tensor) or (
+        isinstance(batch, list | tuple) and not any(map(_is_nested, batch))
+    ):
         return [] if has_rows(batch, rows) else [batch]
     if isinstance(batch, list | tuple):
         return [found for part in batch for found in _without_rows(part, rows)]
@@ -325,7 +370,12 @@ def _seeded(collate: Callable[[list[Any]], Any], records: list[Any]) -> Any:
 
 
 def _demand_isolation(
-    model: nn.Module, capture: GradientCapture, inputs: Any, rows: int, loss_of: Callable[[Any], Tensor], who: str
+    model: nn.Module,
+    capture: GradientCapture,
+    inputs: Any,
+    rows: int,
+    loss_of: Callable[[Any], Tensor],
+    who: str,
 ) -> None:
     """Fill the batch with copies of one record: its gradient, in its own row, must stay what it was among the others.
 
@@ -338,7 +388,9 @@ def _demand_isolation(
             restore()
             alone = _gradients(model, capture, pick(inputs, rows, [row] * rows), loss_of)
             demand_same_buffers(model, buffers, buffers_of(model))
-            among_others, among_copies = (Fingerprint.of(found, _one_row(rows, row)) for found in (whole, alone))
+            among_others, among_copies = (
+                Fingerprint.of(found, _one_row(rows, row)) for found in (whole, alone)
+            )
             demand_same(among_others, among_copies, model, who)
         capture.recycle()
 
@@ -362,14 +414,20 @@ def where(model: nn.Module, slot: ParamKey | None) -> str:
 
 
 def _gradients(
-    model: nn.Module, capture: GradientCapture, inputs: Any, loss_of: Callable[[Any], Tensor], seed: int = 0
+    model: nn.Module,
+    capture: GradientCapture,
+    inputs: Any,
+    loss_of: Callable[[Any], Tensor],
+    seed: int = 0,
 ) -> CapturedGrads:
     """The per-sample gradients of one forward and backward; inputs and randomness stay put."""
     with capture.replaying(_nothing), kept_generators(seed), torch.enable_grad():
         loss_of(copied(inputs)).backward()
         captured = capture.drain()
     if captured.squared_norms is None:
-        raise PrivacyError("backward() reached no trainable parameter of the model: nothing would be trained")
+        raise PrivacyError(
+            "backward() reached no trainable parameter of the model: nothing would be trained"
+        )
     return captured
 
 
@@ -420,7 +478,11 @@ def demand_same_buffers(model: nn.Module, one: Buffers, other: Buffers) -> None:
         if x is None or y is None or x.shape != y.shape:
             continue
         if not torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)):
-            place = next(f"{where}.{name}".strip(".") for where, each in model.named_modules() if each is module)
+            place = next(
+                f"{where}.{name}".strip(".")
+                for where, each in model.named_modules()
+                if each is module
+            )
             raise PrivacyError(
                 f"buffer '{place}' is computed from the records of a batch and would be released without noise: make "
                 "the layer that owns it use the current input only"
@@ -428,7 +490,11 @@ def demand_same_buffers(model: nn.Module, one: Buffers, other: Buffers) -> None:
 
 
 def _linear_loss(out: Any) -> Tensor:
-    outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad and x.is_floating_point()]
+    outputs = [
+        x
+        for x in tree_leaves(out)
+        if isinstance(x, Tensor) and x.requires_grad and x.is_floating_point()
+    ]
     if not outputs:
         raise PrivacyError(
             f"the model returned no tensor that depends on a trainable parameter (got {type(out).__name__})"

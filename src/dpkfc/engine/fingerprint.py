@@ -62,7 +62,9 @@ class Tolerance:
 
 
 EXACT = Tolerance(1e-4, roundings=0.5)  # the same computation, value by value: 0.4 % in bfloat16
-SAME = Tolerance(1e-3, roundings=16)  # kernels, or the extent of autocast, may differ: 12 % in bfloat16
+SAME = Tolerance(
+    1e-3, roundings=16
+)  # kernels, or the extent of autocast, may differ: 12 % in bfloat16
 
 
 def difference(one: Fingerprint, other: Fingerprint, tolerance: Tolerance) -> Difference | None:
@@ -75,16 +77,25 @@ def difference(one: Fingerprint, other: Fingerprint, tolerance: Tolerance) -> Di
     norms, others = norms[finite], others[finite]
     larger = torch.maximum(norms, others)
     size = float((larger * one.weights[rows][finite].abs()).norm())
-    apart = {slot: _distance(one.sums.get(slot), other.sums.get(slot)) for slot in {**one.sums, **other.sums}}
+    apart = {
+        slot: _distance(one.sums.get(slot), other.sums.get(slot))
+        for slot in {**one.sums, **other.sums}
+    }
     worst = max(apart, key=lambda slot: apart[slot], default=None)
     total = sum(distance**2 for distance in apart.values()) ** 0.5
     same = same_rows and total <= limit * size
     if same and len(norms):
-        same = bool(((norms - others).abs() <= limit * larger.clamp(min=SMALL * float(larger.max()))).all())
+        same = bool(
+            ((norms - others).abs() <= limit * larger.clamp(min=SMALL * float(larger.max()))).all()
+        )
     if same:
         return None
     ratios = (norms / others)[others > 0]
-    return Difference(float(ratios.median()) if len(ratios) else float("nan"), total / size if size else 1.0, worst)
+    return Difference(
+        float(ratios.median()) if len(ratios) else float("nan"),
+        total / size if size else 1.0,
+        worst,
+    )
 
 
 def _distance(one: list[Tensor] | None, other: list[Tensor] | None) -> float:

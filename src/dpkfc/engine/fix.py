@@ -55,7 +55,9 @@ def _group_norm(old: _BatchNorm, path: str = "the model") -> nn.GroupNorm:
         raise PrivacyError(
             f"'{path}' ({type(old).__name__}) is not initialised: run one forward pass on random input first"
         )
-    new = nn.GroupNorm(math.gcd(32, old.num_features), old.num_features, eps=old.eps, affine=old.affine)
+    new = nn.GroupNorm(
+        math.gcd(32, old.num_features), old.num_features, eps=old.eps, affine=old.affine
+    )
     if old.affine:
         new.weight.data.copy_(old.weight.data)
         new.bias.data.copy_(old.bias.data)

@@ -12,7 +12,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpkfc.errors import PrivacyError
 
-SAMPLED = 256  # entries per parameter, at least, that are hashed: the noise of a step changes every one
+SAMPLED = (
+    256  # entries per parameter, at least, that are hashed: the noise of a step changes every one
+)
 
 
 def one_process() -> None:
@@ -40,7 +42,9 @@ def no_new_parameters(model: nn.Module, known: Container[nn.Parameter]) -> None:
 Touched = WeakIdKeyDictionary  # parameters of no private model that were used on a private batch; the values are names
 
 
-def note_foreign(module: nn.Module, is_private: Callable[[nn.Parameter], bool], touched: Touched) -> None:
+def note_foreign(
+    module: nn.Module, is_private: Callable[[nn.Parameter], bool], touched: Touched
+) -> None:
     """Note the trainable parameters of the module, which is used on a private batch, that no private run knows."""
     for name, p in module._parameters.items():
         if p is not None and p.requires_grad and isinstance(p, nn.Parameter) and not is_private(p):

@@ -65,7 +65,9 @@ def claim(folder: Path, checkpoint_id: str, is_there: Callable[[], bool]) -> boo
     if not is_there():
         return None
     try:
-        os.close(os.open(marker(folder, checkpoint_id), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        os.close(
+            os.open(marker(folder, checkpoint_id), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        )
     except OSError:
         return False
     return True

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from dpkfc.engine.batch import all_equal, copied, pick
-from dpkfc.engine.checks import Buffers, buffers_of, demand_same, demand_same_buffers, put_buffers, scalar_loss, where
+from dpkfc.engine.checks import (
+    Buffers,
+    buffers_of,
+    demand_same,
+    demand_same_buffers,
+    put_buffers,
+    scalar_loss,
+    where,
+)
 from dpkfc.engine.fingerprint import SAME, Difference, Fingerprint, difference
 from dpkfc.engine.rng_state import get_generators, kept_generators, set_generators
 from dpkfc.errors import PrivacyError
@@ -36,7 +44,9 @@ class LoopTrace:
     batch: Any  # as the loader handed it out
     rows: int
     generators: dict[str, Any]  # when it did
-    passes: list[dict[str, Any]] = field(default_factory=list)  # generators at forward passes not yet compared
+    passes: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # generators at forward passes not yet compared
     autocast: torch.dtype | None = None  # at the last of them
     modes: list[bool] = field(default_factory=list)  # of the modules
     buffers: Buffers = field(default_factory=list)
@@ -52,18 +62,27 @@ class LoopTrace:
         if not self.passes:
             self.buffers = buffers_of(model)
         self.passes.append(get_generators())
-        self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        self.autocast = (
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        )
         self.modes = [module.training for module in model.modules()]
 
 
 def random_weights(rows: int) -> Tensor:
     """Secret weights of either sign, between 1/2 and 3/2, of the gradients in the sum that is compared."""
     secret = random.SystemRandom()
-    return torch.tensor([secret.choice((-1.0, 1.0)) * secret.uniform(0.5, 1.5) for _ in range(rows)])
+    return torch.tensor(
+        [secret.choice((-1.0, 1.0)) * secret.uniform(0.5, 1.5) for _ in range(rows)]
+    )
 
 
 def compare(
-    seen: LoopTrace, loop: Fingerprint, model: nn.Module, capture: GradientCapture, loss: Loss, backward: Backward
+    seen: LoopTrace,
+    loop: Fingerprint,
+    model: nn.Module,
+    capture: GradientCapture,
+    loss: Loss,
+    backward: Backward,
 ) -> bool:
     """Raise if the loop's gradients differ from those of the declared loss, or if the declared loss mixes records.
 
@@ -82,9 +101,13 @@ def compare(
     seen.compared += rows
     kept, chosen = _exchanged(rows)
 
-    def declared(batch: Any, skipped: int, weights: list[Tensor]) -> tuple[list[Fingerprint], int, Buffers]:
+    def declared(
+        batch: Any, skipped: int, weights: list[Tensor]
+    ) -> tuple[list[Fingerprint], int, Buffers]:
         with _as_in_loop(seen, model), kept_generators():
-            captured, used = _replay(batch, passes[skipped:], seen.generators, model, capture, loss, backward)
+            captured, used = _replay(
+                batch, passes[skipped:], seen.generators, model, capture, loss, backward
+            )
             if captured.batch != rows:
                 raise PrivacyError(
                     f"the loop's forward pass had {rows} records, that of the declared loss {captured.batch}: declare "
@@ -97,14 +120,18 @@ def compare(
     (same, own), used, buffers = declared(batch, 0, [loop.weights, loop.weights * kept])
     found = difference(loop, same, SAME)
     skipped = len(passes) - used
-    if found is not None and skipped > 0:  # forward passes that the loop did not use for its loss may have come first
+    if (
+        found is not None and skipped > 0
+    ):  # forward passes that the loop did not use for its loss may have come first
         (same, own), _, buffers = declared(batch, skipped, [loop.weights, loop.weights * kept])
         found = difference(loop, same, SAME)
     if found is not None:
         raise PrivacyError(_in_words(found, model))
     if rows < 2 or all_equal(batch, rows):
         return rows < 2
-    (other,), _, other_buffers = declared(pick(batch, rows, chosen), max(skipped, 0), [loop.weights * kept])
+    (other,), _, other_buffers = declared(
+        pick(batch, rows, chosen), max(skipped, 0), [loop.weights * kept]
+    )
     demand_same(own, other, model, "the model or the loss")
     demand_same_buffers(model, buffers, other_buffers)
     return True
@@ -115,7 +142,9 @@ def _exchanged(rows: int) -> tuple[Tensor, list[int]]:
     secret = random.SystemRandom()
     replaced = set(secret.sample(range(rows), rows // 2))
     kept = torch.tensor([0.0 if row in replaced else 1.0 for row in range(rows)])
-    chosen = [(row + secret.randrange(1, rows)) % rows if row in replaced else row for row in range(rows)]
+    chosen = [
+        (row + secret.randrange(1, rows)) % rows if row in replaced else row for row in range(rows)
+    ]
     return kept, chosen
 
 
@@ -143,7 +172,9 @@ def _replay(
         backward(lambda: scalar_loss(model, own, loss))
         captured = capture.drain()
     if captured.squared_norms is None:
-        raise PrivacyError("backward() of the declared loss reached no trainable parameter of the model")
+        raise PrivacyError(
+            "backward() of the declared loss reached no trainable parameter of the model"
+        )
     return captured, used
 
 

@@ -113,13 +113,21 @@ def make_private(
         )
     declared = None if isinstance(loss, str) and loss == "unchecked" else loss
     if declared is not None and not callable(declared):
-        raise TypeError(f"loss={loss!r}: must be a function loss(model, batch) -> scalar tensor, or 'unchecked'")
-    if records is not None and (isinstance(records, bool) or not isinstance(records, int) or records < 1):
-        raise ValueError(f"records={records!r}: give the public number of records, a whole number of at least 1")
+        raise TypeError(
+            f"loss={loss!r}: must be a function loss(model, batch) -> scalar tensor, or 'unchecked'"
+        )
+    if records is not None and (
+        isinstance(records, bool) or not isinstance(records, int) or records < 1
+    ):
+        raise ValueError(
+            f"records={records!r}: give the public number of records, a whole number of at least 1"
+        )
     data, loader_options, its_batch_size = read_dataset(dataset)
     batch_size = its_batch_size if batch_size is None else batch_size
     if batch_size is None:
-        raise PrivacyError("batch_size is missing: the number of records a step is expected to draw")
+        raise PrivacyError(
+            "batch_size is missing: the number of records a step is expected to draw"
+        )
     if options.loss_reduction not in ("mean", "sum"):
         raise PrivacyError(
             f"loss_reduction={options.loss_reduction!r}: must be 'mean' or 'sum' over the records of a forward pass"
@@ -127,8 +135,12 @@ def make_private(
     if max_physical_batch_size is not None and max_physical_batch_size < 1:
         raise PrivacyError(f"max_physical_batch_size={max_physical_batch_size}: must be at least 1")
     if not isinstance(ledger, Ledger | None):
-        raise PrivacyError(f"ledger must be a dpkfc.Ledger(path, dataset=...), not {type(ledger).__name__}")
-    if options.grad_scaler is not None and any(group.get("fused") for group in optimizer.param_groups):
+        raise PrivacyError(
+            f"ledger must be a dpkfc.Ledger(path, dataset=...), not {type(ledger).__name__}"
+        )
+    if options.grad_scaler is not None and any(
+        group.get("fused") for group in optimizer.param_groups
+    ):
         raise ValueError(
             "grad_scaler= with a fused optimizer: it would divide the private gradient by the scale once more. Build "
             "the optimizer with fused=False"
@@ -143,7 +155,9 @@ def make_private(
     if declared is not None or collate is not default_collate:
         with kept_generators():
             trial = _unlike(data)
-            trials = [(collate(some), len(some)) for some in (trial[:ROWS], trial[ROWS:]) if len(some) > 1]
+            trials = [
+                (collate(some), len(some)) for some in (trial[:ROWS], trial[ROWS:]) if len(some) > 1
+            ]
         if trials:
             check_collate(collate, trial)
     count = len(data)  # type: ignore[arg-type]
@@ -171,7 +185,11 @@ def make_private(
             "accountant": options.accountant,
             "best_of": options.best_of,
         }
-        rescaled = f"{geometry.name} maps noisy gradients once more (post)" if getattr(geometry, "post", 0) else None
+        rescaled = (
+            f"{geometry.name} maps noisy gradients once more (post)"
+            if getattr(geometry, "post", 0)
+            else None
+        )
         factorization = choose(noise, optimizer, rescaled, options.sampling, **run)
         plan = Plan.make(
             **run,
@@ -215,7 +233,9 @@ def make_private(
     return private
 
 
-def _noise_variance(plan: Plan, noise: Factorization, rescaled: str | None) -> tuple[float | None, str]:
+def _noise_variance(
+    plan: Plan, noise: Factorization, rescaled: str | None
+) -> tuple[float | None, str]:
     """Of every coordinate of `.grad`, if it is the same for all and at all steps; otherwise None, and why not."""
     if noise.bands != 1:
         return None, f"{noise.name} noise varies from step to step"

@@ -88,24 +88,41 @@ class PrivateRun:
         self._loss, self._mean_loss, self._scaler = loss, mean_loss, grad_scaler
         self._clip_from_probes = clip_from_probes
         self._trial_due, self._trial_steps = check, _secret_steps(plan.steps) if check else set()
-        self._trace: LoopTrace | None = None  # of a batch at which the loop is compared with the declared loss
+        self._trace: LoopTrace | None = (
+            None  # of a batch at which the loop is compared with the declared loss
+        )
         self._names = {p: name for name, p in model.named_parameters()}
         self._frozen_norms = frozen_batch_norms(model)
         self._layout = self._trainable()
         self._noise = noise.stream(sum(p.numel() for p in self._layout.values()))
         self._key = first_key(seed)
-        self._group_key = sub_key(self._key, "groups")  # for the whole run: a record must not change its group
-        self._ledger, self._run, self._handle, self._pid = ledger, uuid.uuid4().hex, uuid.uuid4().hex, os.getpid()
+        self._group_key = sub_key(
+            self._key, "groups"
+        )  # for the whole run: a record must not change its group
+        self._ledger, self._run, self._handle, self._pid = (
+            ledger,
+            uuid.uuid4().hex,
+            uuid.uuid4().hex,
+            os.getpid(),
+        )
         lineage.own(self._run, self._handle, 0)
-        self._checkpoints: list[tuple[Path, str]] = []  # that hold the present key: to be claimed before the next step
+        self._checkpoints: list[
+            tuple[Path, str]
+        ] = []  # that hold the present key: to be claimed before the next step
         self._salt = b""  # of the noise, if one of them is not where it was
-        self._weights: str | None = self._weights_digest()  # what they must be at the next step; None: not looked at
+        self._weights: str | None = (
+            self._weights_digest()
+        )  # what they must be at the next step; None: not looked at
         self._touched = guards.Touched()
         self._detached = False
-        self._lost_steps = 0  # charged by a run that did not survive to write them into its checkpoint
+        self._lost_steps = (
+            0  # charged by a run that did not survive to write them into its checkpoint
+        )
         self._ledger_open = False
         self._sums: dict[ParamKey, list[Tensor]] = {}  # mapped
-        self._maps: dict[ParamKey, LinearMap] = {}  # of the batch under way: all its parts are mapped alike
+        self._maps: dict[
+            ParamKey, LinearMap
+        ] = {}  # of the batch under way: all its parts are mapped alike
         self._rows = 0
         self._joining = False
         self._chunk: Chunk | None = None
@@ -194,11 +211,18 @@ class PrivateRun:
         run goes on exactly as it would have.
         """
         unknown = lineage.steps_here(str(state.get("run"))) is None and self._ledger is None
-        self._continue(state, fresh=unknown and "seed" not in state.get("plan", {}).get("unchecked", ()))
+        self._continue(
+            state, fresh=unknown and "seed" not in state.get("plan", {}).get("unchecked", ())
+        )
 
     def _continue(self, state: dict[str, Any], fresh: bool) -> None:
         plan = self._check_state(state)
-        run, step, lost, key = state["run"], state["step"], state["lost_steps"], bytes.fromhex(state["key"])
+        run, step, lost, key = (
+            state["run"],
+            state["step"],
+            state["lost_steps"],
+            bytes.fromhex(state["key"]),
+        )
         charged = max(lineage.steps_here(run) or 0, self.charged if run == self._run else 0)
         if self._ledger is not None:
             charged = max(charged, self._open_in_ledger(self._ledger, run, plan))
@@ -206,13 +230,19 @@ class PrivateRun:
             self._check_restart()
             lost, fresh = charged - step, True
         _load_geometry(self.geometry, state["geometry"])
-        self._noise.load_state_dict(state["noise"])  # steps that were lost make it start anew at the next step
+        self._noise.load_state_dict(
+            state["noise"]
+        )  # steps that were lost make it start anew at the next step
         self.plan = plan
         self.steps, self._lost_steps, self._run = step, lost, run
         self._key = lineage.fresh_key(key) if fresh else key
         self._pid = os.getpid()
         lineage.own(run, self._handle, self.charged)
-        self._weights, self._salt, self._checkpoints = state["weights"], bytes.fromhex(state["salt"]), []
+        self._weights, self._salt, self._checkpoints = (
+            state["weights"],
+            bytes.fromhex(state["salt"]),
+            [],
+        )
         self._trial_due = self._trial_due or bool(self._trial_steps)
         self.not_private = NotPrivate(**state["not_private"])
         self._group_key = bytes.fromhex(state["groups"])
@@ -227,11 +257,18 @@ class PrivateRun:
         """Refuse a state that cannot be continued from here, with nothing changed; the plan to continue with."""
         checkpoint.check_run_state(state, self.plan.steps)
         plan = self.plan
-        if self._clip_from_probes:  # it was chosen at the first weights of the run that is continued
+        if (
+            self._clip_from_probes
+        ):  # it was chosen at the first weights of the run that is continued
             plan = replace(plan, clip=state["plan"]["clip"])
-        told = set(plan.unchecked) | set(state["plan"].get("unchecked", ()))  # what was not checked stays so
+        told = set(plan.unchecked) | set(
+            state["plan"].get("unchecked", ())
+        )  # what was not checked stays so
         plan = replace(plan, unchecked=tuple(what for what in NOT_CHECKED if what in told))
-        own, found = ({k: v for k, v in p.items() if k != "unchecked"} for p in (plan.to_json(), state["plan"]))
+        own, found = (
+            {k: v for k, v in p.items() if k != "unchecked"}
+            for p in (plan.to_json(), state["plan"])
+        )
         if found != own:
             changed = [k for k, v in own.items() if found.get(k) != v]
             raise PrivacyError(
@@ -248,7 +285,10 @@ class PrivateRun:
 
     def _check_restart(self) -> None:
         """The past noise of lost steps is gone: may the stream go on without it? See `noise.stream.Stream.restart`."""
-        bands, non_negative = self.factorization.bands, self.factorization.non_negative(self.plan.steps)
+        bands, non_negative = (
+            self.factorization.bands,
+            self.factorization.non_negative(self.plan.steps),
+        )
         if not (non_negative or (bands is not None and bands <= self.plan.groups)):
             raise PrivacyError(
                 f"steps after this checkpoint were lost, and {self.factorization.name} cannot go on without their "
@@ -323,7 +363,9 @@ class PrivateRun:
             )
         for folder, claimed in self._claim():
             if claimed is False:
-                self._key = lineage.fresh_key(self._key)  # for whoever catches the error and iterates again
+                self._key = lineage.fresh_key(
+                    self._key
+                )  # for whoever catches the error and iterates again
                 raise PrivacyError(
                     f"the checkpoint '{folder}' that this run has just saved was continued by another process: both "
                     "would use the same noise. Iterate over private.loader again to go on with fresh noise"
@@ -387,7 +429,12 @@ class PrivateRun:
             self._absorb()
         if self._trace is not None:
             self._trace.see_forward(self.model)
-        elif self._trial_due and self._loss is None and self.batch_open and (self._capture.batch or 0) > 1:
+        elif (
+            self._trial_due
+            and self._loss is None
+            and self.batch_open
+            and (self._capture.batch or 0) > 1
+        ):
             self._trial_due = not check_isolation(self.model, self._capture, args, kwargs)
 
     def _absorb(self) -> None:
@@ -400,7 +447,9 @@ class PrivateRun:
         forms, squared, batch = captured.forms, captured.squared_norms, captured.batch
         if squared is None:
             return
-        scale = float(batch) if self._mean_loss else 1.0  # a mean loss has divided every gradient by the batch
+        scale = (
+            float(batch) if self._mean_loss else 1.0
+        )  # a mean loss has divided every gradient by the batch
         scale /= self._loss_scale()
         seen, fingerprint = self._trace, None
         if seen is not None:
@@ -409,11 +458,17 @@ class PrivateRun:
         whole = bool(finite.all())
         while forms:
             slot, form = forms.popitem()
-            total = (form if whole else form.masked(finite)).weighted_sum(weights * (scale / self.plan.batch_size))
-            if not form.mapped:  # before it meets the sums of other parts: unmapped, a record may be longer than C
+            total = (form if whole else form.masked(finite)).weighted_sum(
+                weights * (scale / self.plan.batch_size)
+            )
+            if (
+                not form.mapped
+            ):  # before it meets the sums of other parts: unmapped, a record may be longer than C
                 total = self._map_of(slot).apply(total)
             if slot in self._sums:
-                total = [before.add_(part) for before, part in zip(self._sums[slot], total, strict=True)]
+                total = [
+                    before.add_(part) for before, part in zip(self._sums[slot], total, strict=True)
+                ]
             self._sums[slot] = total
         self._capture.recycle()
         self._rows += batch
@@ -431,7 +486,9 @@ class PrivateRun:
         assert self._loss is not None
         self._trace = None  # while the declared loss is computed
         try:
-            told = compare(seen, loop, self.model, self._capture, self._loss, _backward_of(self.optimizer))
+            told = compare(
+                seen, loop, self.model, self._capture, self._loss, _backward_of(self.optimizer)
+            )
         except BaseException:
             self._forget_batch()
             raise
@@ -480,7 +537,9 @@ class PrivateRun:
                 "that private.loader yields; weight samples in the loss instead of leaving them out"
             )
         if self.charged >= self.plan.steps:
-            raise PrivacyError(f"all {self.plan.steps} planned steps are used up; make a new plan to go on")
+            raise PrivacyError(
+                f"all {self.plan.steps} planned steps are used up; make a new plan to go on"
+            )
         if self.factorization.bands != 1 and self._trainable().keys() != self._layout.keys():
             changed = ", ".join(sorted(self._trainable().keys() ^ self._layout.keys()))
             raise PrivacyError(
@@ -529,15 +588,21 @@ class PrivateRun:
                 totals[p] = totals[p] + part if p in totals else part
         trainable = self._trainable()
         noisy = {
-            name: totals[p].contiguous() if p in totals else torch.zeros_like(p, dtype=at_least_float32(p).dtype)
+            name: totals[p].contiguous()
+            if p in totals
+            else torch.zeros_like(p, dtype=at_least_float32(p).dtype)
             for name, p in trainable.items()
         }
-        self._noise.add_(list(noisy.values()), key, self.plan.noise_scale / self.plan.batch_size, step)
+        self._noise.add_(
+            list(noisy.values()), key, self.plan.noise_scale / self.plan.batch_size, step
+        )
         round_to_grid_(noisy.values(), self.plan.grid)
         for names, after in self.geometry.after_noise().items():
             noisy.update(zip(names, after.apply([noisy[name] for name in names]), strict=True))
         for p, name in self._names.items():
-            p.grad = noisy[name].to(p.dtype) if name in noisy else None  # nothing of before make_private is stepped
+            p.grad = (
+                noisy[name].to(p.dtype) if name in noisy else None
+            )  # nothing of before make_private is stepped
 
     def _map_of(self, slot: ParamKey) -> LinearMap:
         """The geometry's map at the first use in a logical batch; a refresh from outside waits for the next."""
@@ -546,7 +611,13 @@ class PrivateRun:
         return self._maps[slot]
 
     def _forget_batch(self) -> None:
-        self._sums, self._maps, self._rows, self._chunk, self._rates_at_partial_step = {}, {}, 0, None, None
+        self._sums, self._maps, self._rows, self._chunk, self._rates_at_partial_step = (
+            {},
+            {},
+            0,
+            None,
+            None,
+        )
         self._trace = None
         self._capture.drain()
         self._capture.recycle()

@@ -44,11 +44,17 @@ class DiagonalMap:
 
     @cached_property
     def gain(self) -> float:
-        return self.scale if isinstance(self.scale, float) else max(float(s.max()) for s in self.scale)
+        return (
+            self.scale if isinstance(self.scale, float) else max(float(s.max()) for s in self.scale)
+        )
 
     @cached_property
     def condition(self) -> float:
-        return 1.0 if isinstance(self.scale, float) else self.gain / min(float(s.min()) for s in self.scale)
+        return (
+            1.0
+            if isinstance(self.scale, float)
+            else self.gain / min(float(s.min()) for s in self.scale)
+        )
 
     @property
     def factored(self) -> bool:
@@ -72,13 +78,16 @@ class DiagonalMap:
         return norms
 
     def rows(self, ids: Tensor, values: Tensor) -> Tensor:
-        return values * (self.scale if isinstance(self.scale, float) else self.scale[0].to(values)[ids])
+        return values * (
+            self.scale if isinstance(self.scale, float) else self.scale[0].to(values)[ids]
+        )
 
     def apply(self, grads: Sequence[Tensor]) -> list[Tensor]:
         if isinstance(self.scale, float):
             return [g * self.scale for g in grads]
         return [
-            (g.reshape(-1, s.numel()) * s.to(g).flatten()).view_as(g) for g, s in zip(grads, self.scale, strict=True)
+            (g.reshape(-1, s.numel()) * s.to(g).flatten()).view_as(g)
+            for g, s in zip(grads, self.scale, strict=True)
         ]
 
     def state(self) -> dict[str, Any]:
@@ -116,19 +125,32 @@ class Diagonal:
         chunk: int | None = None,
         seed: int = 0,
     ) -> None:
-        check_numbers("Diagonal", locals(), whole=("every", "probes", "chunk"), real=("damping", "stability", "power"))
+        check_numbers(
+            "Diagonal",
+            locals(),
+            whole=("every", "probes", "chunk"),
+            real=("damping", "stability", "power"),
+        )
         if isinstance(source, Hybrid) or not (source is None or hasattr(source, "draw")):
             raise PrivacyError(
                 f"Diagonal: source={type(source).__name__}: pass one probe, such as dpkfc.probes.PublicData(dataset)"
             )
-        self.source, self.every, self.damping, self.stability, self.power = source, every, damping, stability, power
+        self.source, self.every, self.damping, self.stability, self.power = (
+            source,
+            every,
+            damping,
+            stability,
+            power,
+        )
         self._probing = Probing(probes, chunk, loss, seed)
         self._maps: dict[Names, DiagonalMap] = {}
 
     @property
     def name(self) -> str:
         source = "inferred" if self.source is None else self.source.name
-        return f"diagonal (AdaDPS, power {self.power:g}, source: {source}, every {self.every} steps)"
+        return (
+            f"diagonal (AdaDPS, power {self.power:g}, source: {source}, every {self.every} steps)"
+        )
 
     @property
     def public(self) -> bool:
@@ -157,7 +179,9 @@ class Diagonal:
         names = {p: name for name, p in model.named_parameters()}
         sums: dict[Names, list[Tensor]] = {}
         count = 0
-        for calls in self._probing.passes(model, capture, self.source, self._probing.generator(step, "diagonal")):
+        for calls in self._probing.passes(
+            model, capture, self.source, self._probing.generator(step, "diagonal")
+        ):
             count += calls[0].batch if calls else 0
             with torch.no_grad():
                 for slot, form in gradients(calls).items():
@@ -170,13 +194,17 @@ class Diagonal:
             moments = [s / count for s in squares]
             floor = self.damping * mean_of(moments, key) + self.stability
             if floor > 0:
-                self._maps[key] = DiagonalMap([(m + floor) ** (-self.power / 2) for m in moments], key[0] in transposed)
+                self._maps[key] = DiagonalMap(
+                    [(m + floor) ** (-self.power / 2) for m in moments], key[0] in transposed
+                )
 
     def state_dict(self) -> dict[str, Any]:
         return {"scaled": {"|".join(names): one.state() for names, one in self._maps.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._maps = {tuple(names.split("|")): DiagonalMap(**one) for names, one in state["scaled"].items()}
+        self._maps = {
+            tuple(names.split("|")): DiagonalMap(**one) for names, one in state["scaled"].items()
+        }
 
 
 def mean_of(moments: list[Tensor], names: Names) -> float:
@@ -189,18 +217,30 @@ def mean_of(moments: list[Tensor], names: Names) -> float:
 
 def transposed_weights(capture: GradientCapture) -> set[nn.Parameter]:
     """Weights that are [in, out]."""
-    return {unit.parameters["weight"] for unit in capture.units if unit.handler is conv1d_of_transformers}
+    return {
+        unit.parameters["weight"]
+        for unit in capture.units
+        if unit.handler is conv1d_of_transformers
+    }
 
 
-def check_numbers(where: str, given: dict[str, Any], whole: Sequence[str], real: Sequence[str]) -> None:
+def check_numbers(
+    where: str, given: dict[str, Any], whole: Sequence[str], real: Sequence[str]
+) -> None:
     """Refuse arguments that are not whole numbers from 1 (or None), or not finite numbers from 0."""
     for name in whole:
         value = given[name]
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if value is not None and (
+            not isinstance(value, int) or isinstance(value, bool) or value < 1
+        ):
             raise PrivacyError(f"{where}: {name}={value!r}: must be a whole number of at least 1")
     for name in real:
         value = given[name]
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not 0 <= value < math.inf
+        ):
             raise PrivacyError(f"{where}: {name}={value!r}: must be a finite number of at least 0")
     if given["damping"] == given["stability"] == 0:
         raise PrivacyError(

@@ -74,7 +74,9 @@ class Moment:
         values, vectors = torch.linalg.eigh(matrix.double())
         values, vectors = values.clamp(min=0).flip(1), vectors.flip(2)
         if rank is not None and rank < size and len(matrix) == 1:
-            return Spectrum(values[:, :rank], vectors[:, :, :rank], trace, size, tail=values[:, rank:])
+            return Spectrum(
+                values[:, :rank], vectors[:, :, :rank], trace, size, tail=values[:, rank:]
+            )
         return Spectrum(values, vectors, trace, size, tail=values[:, size:])
 
 
@@ -97,9 +99,13 @@ class Spectrum:
         """``μ = π tr/d + γ`` for each group."""
         return relative * self.trace / self.size + absolute
 
-    def root(self, power: float, relative: float, absolute: float, like: Tensor, bias: bool) -> Root | None:
+    def root(
+        self, power: float, relative: float, absolute: float, like: Tensor, bias: bool
+    ) -> Root | None:
         """``(A + μ I)^(-power/2)``; None (no map) of a factor that is zero: nothing is known of it."""
-        return self._function(lambda x, mu: (x + mu) ** (-power / 2), relative, absolute, like, bias)
+        return self._function(
+            lambda x, mu: (x + mu) ** (-power / 2), relative, absolute, like, bias
+        )
 
     def trace_keeping_root(
         self, power: float, relative: float, absolute: float, like: Tensor, bias: bool
@@ -111,9 +117,13 @@ class Spectrum:
         kept = (self.values * (self.values + mu[:, None]) ** -power).sum(1)
         kept = kept + missing * self.rest() * (self.rest() + mu) ** -power
         scale = (self.trace / kept).sqrt()[:, None]
-        return self._function(lambda x, mu: scale * (x + mu) ** (-power / 2), relative, absolute, like, bias)
+        return self._function(
+            lambda x, mu: scale * (x + mu) ** (-power / 2), relative, absolute, like, bias
+        )
 
-    def _function(self, function: Any, relative: float, absolute: float, like: Tensor, bias: bool) -> Root | None:
+    def _function(
+        self, function: Any, relative: float, absolute: float, like: Tensor, bias: bool
+    ) -> Root | None:
         mu = self.damping(relative, absolute)
         if not bool((self.trace > 0).all()):
             return None
@@ -129,7 +139,9 @@ class Spectrum:
             full = full + (vectors * (values[0] - base)) @ vectors.T
             sizes = max(float(values.max()), base), min(float(values.min()), base)
             return Full(_symmetric(full[None]).to(like), bias, *sizes)
-        return LowRank(base, self.vectors[0].to(like).contiguous(), (values[0] - base).to(like), bias)
+        return LowRank(
+            base, self.vectors[0].to(like).contiguous(), (values[0] - base).to(like), bias
+        )
 
 
 def _symmetric(matrices: Tensor) -> Tensor:
@@ -201,7 +213,9 @@ class Full:
         """Bytes held."""
         return self.matrix.nbytes
 
-    def right(self, x: Tensor, last: Tensor | None, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def right(
+        self, x: Tensor, last: Tensor | None, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """``(x, last) U`` for vectors x [..., groups, n, d]; their last coordinate, if any, is apart."""
         u = self.matrix.to(x.dtype)
         if not self.bias:
@@ -216,14 +230,21 @@ class Full:
         return _times(x.transpose(-1, -2), self.matrix.to(x.dtype)).transpose(-1, -2)
 
     def state(self) -> dict[str, Any]:
-        return {"matrix": self.matrix, "bias": self.bias, "largest": self.largest, "smallest": self.smallest}
+        return {
+            "matrix": self.matrix,
+            "bias": self.bias,
+            "largest": self.largest,
+            "smallest": self.smallest,
+        }
 
 
 def _times(x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
     """[..., groups, n, d] times [groups, d, e], without copying the matrices for every batch."""
     if len(matrices) == 1:
         flat = None if out is None else out.view(-1, matrices.shape[2])
-        return torch.mm(x.reshape(-1, x.shape[-1]), matrices[0], out=flat).view(*x.shape[:-1], matrices.shape[2])
+        return torch.mm(x.reshape(-1, x.shape[-1]), matrices[0], out=flat).view(
+            *x.shape[:-1], matrices.shape[2]
+        )
     return torch.einsum("...gnd,gde->...gne", x, matrices)
 
 
@@ -277,7 +298,9 @@ class LowRank:
             scaled[end:].flatten().clone(),  # a view would keep all of `scaled`
         )
 
-    def right(self, x: Tensor, last: Tensor | None, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def right(
+        self, x: Tensor, last: Tensor | None, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """``(x, last) U`` for vectors x [..., d], whose last coordinate, if any, is apart: [...]."""
         vectors, bottom, scaled, scaled_bottom = (part.to(x.dtype) for part in self._parts)
         flat = x.reshape(-1, x.shape[-1])
@@ -286,7 +309,9 @@ class LowRank:
             inside.addr_(last.reshape(-1), bottom)
             last = (last.reshape(-1) * self.base).addmv_(inside, scaled_bottom).view_as(last)
         flat_out = None if out is None else out.view(flat.shape)
-        return torch.mm(inside, scaled, out=flat_out).add_(flat, alpha=self.base).view(x.shape), last
+        return torch.mm(inside, scaled, out=flat_out).add_(flat, alpha=self.base).view(
+            x.shape
+        ), last
 
     def left(self, x: Tensor) -> Tensor:
         """``U x`` for columns x [..., d, n]."""
@@ -294,7 +319,12 @@ class LowRank:
         return torch.matmul(scaled.T, torch.matmul(vectors.T, x)).add_(x, alpha=self.base)
 
     def state(self) -> dict[str, Any]:
-        return {"base": self.base, "vectors": self.vectors, "weights": self.weights, "bias": self.bias}
+        return {
+            "base": self.base,
+            "vectors": self.vectors,
+            "weights": self.weights,
+            "bias": self.bias,
+        }
 
 
 Root = Full | LowRank

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from dpkfc.per_sample.capture import GradientCapture
 
 
-Workspaces = tuple[Callable[[tuple[int, ...], Tensor], Tensor], Callable[[tuple[int, ...], Tensor], Tensor]]
+Workspaces = tuple[
+    Callable[[tuple[int, ...], Tensor], Tensor], Callable[[tuple[int, ...], Tensor], Tensor]
+]
 
 
 class LinearMap(Protocol):

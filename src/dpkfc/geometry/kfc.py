@@ -74,7 +74,9 @@ class Refresh:
 
     step: int
     parameters: Names  # those that are trained, in the model's order
-    layer_seconds: dict[Names, float] = field(default_factory=dict)  # for the factors and roots of a layer
+    layer_seconds: dict[Names, float] = field(
+        default_factory=dict
+    )  # for the factors and roots of a layer
     seconds: float = 0.0  # in all, with the probes' own passes
 
 
@@ -128,7 +130,13 @@ class KFC:
         seed: int = 0,
     ) -> None:
         _check_options(locals())
-        self.probe, self.every, self.damping, self.stability, self.power = probe, every, damping, stability, power
+        self.probe, self.every, self.damping, self.stability, self.power = (
+            probe,
+            every,
+            damping,
+            stability,
+            power,
+        )
         self.factors, self.rank, self.approx, self.max_factor = factors, rank, approx, max_factor
         self.others, self.post = others, post
         self._probing = Probing(probes, chunk, loss, seed)
@@ -148,7 +156,9 @@ class KFC:
 
     def prepare(self, model: nn.Module, capture: GradientCapture) -> None:
         self.probe = infer_probe(model) if self.probe is None else self.probe
-        for source in self.probe.sources.values() if isinstance(self.probe, Hybrid) else [self.probe]:
+        for source in (
+            self.probe.sources.values() if isinstance(self.probe, Hybrid) else [self.probe]
+        ):
             self._probing.try_out(model, capture, source)
 
     def due(self, step: int) -> bool:
@@ -157,7 +167,11 @@ class KFC:
     def probe_norms(self, model: nn.Module, capture: GradientCapture) -> Tensor | None:
         assert self.probe is not None
         self.refresh(model, capture, 0)
-        source = next(iter(self.probe.sources.values())) if isinstance(self.probe, Hybrid) else self.probe
+        source = (
+            next(iter(self.probe.sources.values()))
+            if isinstance(self.probe, Hybrid)
+            else self.probe
+        )
         return self._probing.mapped_norms(model, capture, source, self.map_of)
 
     def map_of(self, parameters: Names) -> LinearMap:
@@ -190,7 +204,9 @@ class KFC:
                 "inside or after `for x, y in private.loader:`"
             )
         source = "inferred" if self.probe is None else self.probe.name
-        settings = Settings(source, self.public, self.every, self.damping, self.stability, self.power)
+        settings = Settings(
+            source, self.public, self.every, self.damping, self.stability, self.power
+        )
         return describe(self._maps, self._post, self._spectra, self._last, settings)
 
     # -- the refresh
@@ -201,18 +217,24 @@ class KFC:
         names = {p: name for name, p in model.named_parameters()}
         layers = {layer.unit: layer for layer in self._layers(capture.units, names)}
         last = Refresh(step, tuple(name for p, name in names.items() if p.requires_grad))
-        sources = self.probe.sources if isinstance(self.probe, Hybrid) else {self.factors: self.probe}
+        sources = (
+            self.probe.sources if isinstance(self.probe, Hybrid) else {self.factors: self.probe}
+        )
         calls: list[LayerCall] = []
         for factors, source in sources.items():
             if factors in self.factors or self.others:
-                for calls in self._probing.passes(model, capture, source, self._probing.generator(step, factors)):
+                for calls in self._probing.passes(
+                    model, capture, source, self._probing.generator(step, factors)
+                ):
                     for unit, uses in _by_unit(calls).items():
                         if unit in layers:
                             with _timed(last, layers[unit]):
                                 self._add(layers[unit], uses, factors)
         generator = self._probing.generator(step, "eigenvectors")
         reference = next(p for p in model.parameters() if p.is_floating_point())
-        like = torch.empty(0, dtype=torch.promote_types(reference.dtype, torch.float32), device=reference.device)
+        like = torch.empty(
+            0, dtype=torch.promote_types(reference.dtype, torch.float32), device=reference.device
+        )
         maps: dict[Names, KroneckerMap | DiagonalMap] = {}
         self._post, self._spectra = {}, {}
         with torch.no_grad():
@@ -237,7 +259,10 @@ class KFC:
     def _add(self, layer: Layer, uses: list[LayerCall], factors: str) -> None:
         """Add one pass to the factors of a layer; several uses of it are positions side by side."""
         with torch.no_grad():
-            a, delta = (torch.cat(parts, 1) for parts in zip(*(_positions(layer, use) for use in uses), strict=True))
+            a, delta = (
+                torch.cat(parts, 1)
+                for parts in zip(*(_positions(layer, use) for use in uses), strict=True)
+            )
             batch = len(a)
             if self.approx == "reduce":
                 a, delta = a.mean(1, keepdim=True), delta.sum(1, keepdim=True)
@@ -318,26 +343,40 @@ class KFC:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "kronecker": {"|".join(k): m.state() for k, m in self._maps.items() if isinstance(m, KroneckerMap)},
-            "scaled": {"|".join(k): m.state() for k, m in self._maps.items() if isinstance(m, DiagonalMap)},
+            "kronecker": {
+                "|".join(k): m.state() for k, m in self._maps.items() if isinstance(m, KroneckerMap)
+            },
+            "scaled": {
+                "|".join(k): m.state() for k, m in self._maps.items() if isinstance(m, DiagonalMap)
+            },
             "post": {"|".join(k): m.state() for k, m in self._post.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._maps = {tuple(key.split("|")): kronecker_from(one) for key, one in state["kronecker"].items()}
-        self._maps |= {tuple(key.split("|")): DiagonalMap(**one) for key, one in state["scaled"].items()}
-        self._post = {tuple(key.split("|")): kronecker_from(one) for key, one in state["post"].items()}
+        self._maps = {
+            tuple(key.split("|")): kronecker_from(one) for key, one in state["kronecker"].items()
+        }
+        self._maps |= {
+            tuple(key.split("|")): DiagonalMap(**one) for key, one in state["scaled"].items()
+        }
+        self._post = {
+            tuple(key.split("|")): kronecker_from(one) for key, one in state["post"].items()
+        }
         self._spectra, self._last = {}, None  # a checkpoint holds the maps alone
 
 
-ENTRY_DAMPING = 1e-2  # of a diagonal map, relative to the mean: most entries of an embedding see no probe
+ENTRY_DAMPING = (
+    1e-2  # of a diagonal map, relative to the mean: most entries of an embedding see no probe
+)
 
 
 @contextlib.contextmanager
 def _timed(last: Refresh, layer: Layer) -> Iterator[None]:
     start = time.perf_counter()
     yield
-    last.layer_seconds[layer.names] = last.layer_seconds.get(layer.names, 0.0) + time.perf_counter() - start
+    last.layer_seconds[layer.names] = (
+        last.layer_seconds.get(layer.names, 0.0) + time.perf_counter() - start
+    )
 
 
 def _by_unit(calls: list[LayerCall]) -> dict[HookedModule, list[LayerCall]]:
@@ -357,7 +396,9 @@ def _layer(unit: HookedModule, trainable: list[str], names: Names) -> Layer | No
     weight = unit.parameters["weight"]
     if isinstance(module, Conv):
         out, *inner = weight.shape
-        return Layer(names, unit, module.groups, math.prod(inner), out // module.groups, bias, False)
+        return Layer(
+            names, unit, module.groups, math.prod(inner), out // module.groups, bias, False
+        )
     if unit.handler is linear:
         return Layer(names, unit, 1, weight.shape[1], weight.shape[0], bias, False)
     if unit.handler is conv1d_of_transformers:
@@ -388,7 +429,9 @@ def _check_options(given: dict[str, Any]) -> None:
         "others": ("scalar", "diagonal", None),
     }.items():
         if given[name] not in allowed:
-            raise PrivacyError(f"KFC: {name}={given[name]!r}: must be one of {', '.join(map(repr, allowed))}")
+            raise PrivacyError(
+                f"KFC: {name}={given[name]!r}: must be one of {', '.join(map(repr, allowed))}"
+            )
     whole = ("every", "probes", "rank", "max_factor", "chunk")
     check_numbers("KFC", given, whole, real=("damping", "stability", "power", "post"))
     if given["probe"] is not None and not hasattr(given["probe"], "draw"):

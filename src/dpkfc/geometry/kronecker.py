@@ -32,7 +32,9 @@ class KroneckerMap:
 
     @property
     def gain(self) -> float:
-        return math.prod(root.largest for root in (self.left_root, self.right_root) if root is not None)
+        return math.prod(
+            root.largest for root in (self.left_root, self.right_root) if root is not None
+        )
 
     @property
     def condition(self) -> float:
@@ -41,7 +43,9 @@ class KroneckerMap:
 
     @property
     def work(self) -> tuple[int, int]:
-        left, right = (0 if root is None else root.work for root in (self.left_root, self.right_root))
+        left, right = (
+            0 if root is None else root.work for root in (self.left_root, self.right_root)
+        )
         return left, right
 
     def factors(
@@ -49,9 +53,13 @@ class KroneckerMap:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """``(U_G left_t, U_A right_t)``: the factors of ``U_G (Σ_t left_t right_tᵀ) U_A``; one group only."""
         if self.right_root is not None:
-            right, last = self.right_root.right(right, last, workspaces and workspaces[1](tuple(right.shape), right))
+            right, last = self.right_root.right(
+                right, last, workspaces and workspaces[1](tuple(right.shape), right)
+            )
         if self.left_root is not None:
-            left, _ = self.left_root.right(left, None, workspaces and workspaces[0](tuple(left.shape), left))
+            left, _ = self.left_root.right(
+                left, None, workspaces and workspaces[0](tuple(left.shape), left)
+            )
         return left, right, last
 
     def single(self, left: Tensor, right: Tensor, last: Tensor | None) -> Tensor:
@@ -79,13 +87,24 @@ class KroneckerMap:
         return (self.groups, self.outputs, self.inputs)
 
     def state(self) -> dict[str, Any]:
-        left, right = (None if root is None else root.state() for root in (self.left_root, self.right_root))
-        shape = {"inputs": self.inputs, "outputs": self.outputs, "groups": self.groups, "transposed": self.transposed}
+        left, right = (
+            None if root is None else root.state() for root in (self.left_root, self.right_root)
+        )
+        shape = {
+            "inputs": self.inputs,
+            "outputs": self.outputs,
+            "groups": self.groups,
+            "transposed": self.transposed,
+        }
         return {"left_root": left, "right_root": right, **shape}
 
 
 def kronecker_from(state: dict[str, Any]) -> KroneckerMap:
     """A map from its `state()`."""
     return KroneckerMap(
-        **{**state, "left_root": root_from(state["left_root"]), "right_root": root_from(state["right_root"])}
+        **{
+            **state,
+            "left_root": root_from(state["left_root"]),
+            "right_root": root_from(state["right_root"]),
+        }
     )

@@ -42,12 +42,16 @@ class Probing:
     def try_out(self, model: nn.Module, capture: GradientCapture, probe: Probe) -> None:
         """Two probes through the model: a probe that does not fit is refused before anything is spent."""
         try:
-            for _ in replace(self, count=2).passes(model, capture, probe, self.generator(0, "trial")):
+            for _ in replace(self, count=2).passes(
+                model, capture, probe, self.generator(0, "trial")
+            ):
                 pass
         except PrivacyError:
             raise
         except Exception as problem:
-            shapes = [list(x.shape[1:]) for x in tensors(probe.draw(1, self.generator(0, "trial")).inputs)]
+            shapes = [
+                list(x.shape[1:]) for x in tensors(probe.draw(1, self.generator(0, "trial")).inputs)
+            ]
             raise PrivacyError(
                 f"the model does not run on the probe ({probe.name}), whose inputs have the shape "
                 f"{', '.join(map(str, shapes))}: {problem}. Give the probe the shape of the model's own inputs, and "
@@ -59,16 +63,24 @@ class Probing:
     ) -> Iterator[list[LayerCall]]:
         """The calls (a, δ) of every unit, pass by pass. δ belongs to the *sum* of the losses: it is per sample."""
         reference = next(p for p in model.parameters() if p.is_floating_point())
-        probes = to(probe.draw(self.count or probe.count, generator), reference.device, reference.dtype)
+        probes = to(
+            probe.draw(self.count or probe.count, generator), reference.device, reference.dtype
+        )
         for part in split(probes, self.chunk or -(-len(probes) // 4)):
             with _no_trace(model, generator), capture.recording() as calls, torch.enable_grad():
                 output = call(model, part.inputs)
-                losses = probe_losses(self.loss, output, part, generator, getattr(probe, "classes", None))
+                losses = probe_losses(
+                    self.loss, output, part, generator, getattr(probe, "classes", None)
+                )
                 losses.sum().backward()
             yield calls
 
     def mapped_norms(
-        self, model: nn.Module, capture: GradientCapture, probe: Probe, map_of: Callable[[tuple[str, ...]], LinearMap]
+        self,
+        model: nn.Module,
+        capture: GradientCapture,
+        probe: Probe,
+        map_of: Callable[[tuple[str, ...]], LinearMap],
     ) -> Tensor:
         """``‖U g‖`` of every probe at the present weights."""
         names = {p: name for name, p in model.named_parameters()}
@@ -76,7 +88,10 @@ class Probing:
         for calls in self.passes(model, capture, probe, self.generator(0, "clip")):
             with torch.no_grad():
                 forms = gradients(calls).items()
-                squared = [form.squared_norms(map_of(tuple(names[p] for p in slot))) for slot, form in forms]
+                squared = [
+                    form.squared_norms(map_of(tuple(names[p] for p in slot)))
+                    for slot, form in forms
+                ]
                 norms.append(torch.stack(squared).sum(0).sqrt())
         return torch.cat(norms)
 

@@ -119,7 +119,9 @@ def squared_error(workload: Workload, n: int, bands: int) -> Callable[[Array], t
         columns[n:, 0] = 1
         for i, row in enumerate(inverse):
             columns[: n - i, i : i + bands] += (c[:, i:] * row[: n - i]).T
-        k = columns.reshape(blocks, -1)[:, : width * reach].reshape(blocks, width, reach)  # [K_jᵀ K'_jᵀ]
+        k = columns.reshape(blocks, -1)[:, : width * reach].reshape(
+            blocks, width, reach
+        )  # [K_jᵀ K'_jᵀ]
         r = np.array([dtrtri(block)[0] for block in k[:, :, :width]])  # K_j⁻ᵀ
         h = k[:-1, :, width:] @ r[1:]
         u, uh = r.transpose(0, 2, 1) @ r, np.empty_like(h)
@@ -189,13 +191,19 @@ def _unbanded(a: Array, tolerance: float) -> tuple[Array, float]:
         diagonal = np.diag(root(d))
         return float((d - 2 * diagonal).sum() / start.sum()), (d - diagonal) / (unit * start.sum())
 
-    found = minimize(objective, np.zeros(len(m)), jac=True, method="L-BFGS-B", options={"ftol": tolerance, "gtol": 0})
+    found = minimize(
+        objective,
+        np.zeros(len(m)),
+        jac=True,
+        method="L-BFGS-B",
+        options={"ftol": tolerance, "gtol": 0},
+    )
     d = start * np.exp(found.x / unit)
     s = root(d) / np.sqrt(np.outer(d, d))
     s /= np.sqrt(np.outer(np.diag(s), np.diag(s)))
-    return _diagonals(np.asarray(np.linalg.cholesky(s[::-1, ::-1]).T[::-1, ::-1], dtype=float)), -float(
-        found.fun
-    ) * start.sum()
+    return _diagonals(
+        np.asarray(np.linalg.cholesky(s[::-1, ::-1]).T[::-1, ::-1], dtype=float)
+    ), -float(found.fun) * start.sum()
 
 
 def _diagonals(matrix: Array) -> Array:

@@ -25,12 +25,21 @@ from scipy.linalg import solve_triangular
 from scipy.signal import lfilter
 
 from dpkfc.errors import PrivacyError
-from dpkfc.noise.sensitivity import DENSE, Participation, Sensitivity, of_columns, of_gram, of_toeplitz
+from dpkfc.noise.sensitivity import (
+    DENSE,
+    Participation,
+    Sensitivity,
+    of_columns,
+    of_gram,
+    of_toeplitz,
+)
 from dpkfc.noise.series import Array, filtered, lower_toeplitz, quotient
 from dpkfc.noise.stream import Regenerated, Ring, States, Stream
 from dpkfc.noise.workload import Workload
 
-REGENERATED = 4  # an inverse with at most so many bands is computed anew from old keys, without buffers
+REGENERATED = (
+    4  # an inverse with at most so many bands is computed anew from old keys, without buffers
+)
 
 
 class Factorization(Protocol):
@@ -116,7 +125,9 @@ class Toeplitz:
         return scales
 
     def _column_norms(self, n: int) -> Array:
-        return np.asarray(np.sqrt(self._sums[np.minimum(np.arange(n, 0, -1), self.bands) - 1]) / self._scales(n))
+        return np.asarray(
+            np.sqrt(self._sums[np.minimum(np.arange(n, 0, -1), self.bands) - 1]) / self._scales(n)
+        )
 
     def materialize(self, n: int) -> Array:
         return np.asarray(lower_toeplitz(np.array(self.c), n) / self._scales(n))
@@ -142,17 +153,23 @@ class Toeplitz:
         if workload.matrix is not None:
             return _rms(_from_the_right([1.0], self.c, workload.materialize(n) * self._scales(n)))
         a = workload.coefficients(n)
-        first = n if self.normalised_for is None else max(0, n - self.bands + 1)  # rows with nothing scaled down
+        first = (
+            n if self.normalised_for is None else max(0, n - self.bands + 1)
+        )  # rows with nothing scaled down
         squares = _toeplitz_squares(filtered([1.0], self.c, a)[:first])
         if first < n:
-            rows = np.array([np.concatenate([a[: t + 1][::-1], np.zeros(n - t - 1)]) for t in range(first, n)])
+            rows = np.array(
+                [np.concatenate([a[: t + 1][::-1], np.zeros(n - t - 1)]) for t in range(first, n)]
+            )
             rows[:, first:] *= [self.scale(t) for t in range(first, n)]
             squares += float(np.square(_from_the_right([1.0], self.c, rows)).sum())
         return float((squares / n) ** 0.5)
 
     def stream(self, size: int) -> Stream:
         lags = np.array(self.c[1:]) / -self.c[0]
-        return Ring(size, self.buffers, lambda t: (1 / self.c[0], lags), self.scale, keeps="outputs")
+        return Ring(
+            size, self.buffers, lambda t: (1 / self.c[0], lags), self.scale, keeps="outputs"
+        )
 
 
 class _Rational:

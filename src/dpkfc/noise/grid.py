@@ -48,7 +48,9 @@ from collections.abc import Iterable
 from torch import Tensor
 
 FRACTION = 2.0**-6  # the spacing is at most this fraction of the noise of one step
-DIAGONAL = 2.0  # the most that an entry on the diagonal of a strategy matrix is (tested for all of them)
+DIAGONAL = (
+    2.0  # the most that an entry on the diagonal of a strategy matrix is (tested for all of them)
+)
 MOST_STEPS = 2**16  # more steps do not make the grid finer: point 3 needs a spacing above 2⁻¹⁷ τ
 
 

@@ -84,7 +84,9 @@ def of_toeplitz(coefficients: Array, participation: Participation) -> Sensitivit
     envelope = np.maximum.accumulate(c[::-1])[::-1]
     n, b, k = len(c), participation.separation, participation.times
     exact = bool((coefficients >= 0).all() and (envelope == c).all())
-    rows = np.pad(envelope, (0, -n % b)).reshape(-1, b)  # Σ_{i<k} ĉ_{t-ib} is a running sum of k rows
+    rows = np.pad(envelope, (0, -n % b)).reshape(
+        -1, b
+    )  # Σ_{i<k} ĉ_{t-ib} is a running sum of k rows
     total = np.cumsum(rows, axis=0)
     total[k:] -= total[:-k].copy()
     return Sensitivity(float(np.linalg.norm(total.ravel()[:n])), exact)
@@ -106,4 +108,6 @@ def of_gram(matrix: Array, participation: Participation) -> Sensitivity:
         rows[s] = heaviest_pattern(others, participation) - others[s] + gram[s, s]
     bound = heaviest_pattern(rows, participation)
     earliest = np.arange(participation.within(n).times) * b
-    return Sensitivity(bound**0.5, exact=bool(signed[np.ix_(earliest, earliest)].sum() >= bound * (1 - 1e-12)))
+    return Sensitivity(
+        bound**0.5, exact=bool(signed[np.ix_(earliest, earliest)].sum() >= bound * (1 - 1e-12))
+    )

@@ -18,14 +18,18 @@ Array = NDArray[np.float64]
 PIECE = 8192
 
 
-def quotient(numerator: Sequence[float] | Array, denominator: Sequence[float] | Array, n: int) -> Array:
+def quotient(
+    numerator: Sequence[float] | Array, denominator: Sequence[float] | Array, n: int
+) -> Array:
     """The first `n` coefficients of ``numerator(z) / denominator(z)``."""
     impulse = np.zeros(n)
     impulse[0] = 1
     return np.asarray(lfilter(numerator, denominator, impulse))
 
 
-def filtered(numerator: Sequence[float] | Array, denominator: Sequence[float] | Array, x: Array) -> Array:
+def filtered(
+    numerator: Sequence[float] | Array, denominator: Sequence[float] | Array, x: Array
+) -> Array:
     """The first len(x) coefficients of ``x(z) numerator(z) / denominator(z)``.
 
     In pieces, so that it can stop where a decaying answer has come to nothing: arithmetic on the denormal numbers
@@ -38,11 +42,15 @@ def filtered(numerator: Sequence[float] | Array, denominator: Sequence[float] | 
         piece = slice(start, start + PIECE)
         if start > last and np.abs(state).max(initial=0.0) <= nothing:
             break
-        out[piece], state = lfilter(numerator, denominator, np.where(np.abs(x[piece]) > nothing, x[piece], 0), zi=state)
+        out[piece], state = lfilter(
+            numerator, denominator, np.where(np.abs(x[piece]) > nothing, x[piece], 0), zi=state
+        )
     return out
 
 
-def power(numerator: Sequence[float], denominator: Sequence[float], exponent: float, n: int) -> Array:
+def power(
+    numerator: Sequence[float], denominator: Sequence[float], exponent: float, n: int
+) -> Array:
     """The first `n` coefficients of ``F = (P/Q)^s``, in linear time for polynomials P, Q of fixed degree.
 
     F solves the differential equation ``P Q F' = s (P'Q - PQ') F``, and so, with R = PQ and S = s (P'Q - PQ'),
@@ -55,9 +63,14 @@ def power(numerator: Sequence[float], denominator: Sequence[float], exponent: fl
     >>> power([1.0], np.convolve([1, -0.999], [1, -0.9]), 0.5, 4).round(8).tolist()
     [1.0, 0.9495, 0.90277538, 0.85951173]
     """
-    p, q = np.trim_zeros(np.asarray(numerator, float), "b"), np.trim_zeros(np.asarray(denominator, float), "b")
+    p, q = (
+        np.trim_zeros(np.asarray(numerator, float), "b"),
+        np.trim_zeros(np.asarray(denominator, float), "b"),
+    )
     r = np.convolve(p, q)
-    s = exponent * polynomial.polysub(np.convolve(_derivative(p), q), np.convolve(p, _derivative(q)))
+    s = exponent * polynomial.polysub(
+        np.convolve(_derivative(p), q), np.convolve(p, _derivative(q))
+    )
     before, after = r[1:], np.atleast_1d(s)
     f = np.zeros(n)
     f[0] = (p[0] / q[0]) ** exponent

@@ -149,9 +149,15 @@ class Regenerated(_Order):
     def check_state(self, state: dict[str, Any]) -> None:
         _check_next(state)
         if state.get("size") != self._size:
-            raise PrivacyError(f"the checkpoint holds noise for {state.get('size')} numbers, the run has {self._size}")
+            raise PrivacyError(
+                f"the checkpoint holds noise for {state.get('size')} numbers, the run has {self._size}"
+            )
         keys = state.get("keys")
-        if not isinstance(keys, list) or len(keys) >= len(self._d) or not all(is_key(key) for key in keys):
+        if (
+            not isinstance(keys, list)
+            or len(keys) >= len(self._d)
+            or not all(is_key(key) for key in keys)
+        ):
             raise PrivacyError(
                 f"the checkpoint should hold up to {len(self._d) - 1} keys of past noise: it is damaged or was "
                 "changed. Restore it from a backup"
@@ -204,8 +210,14 @@ def _check_next(state: dict[str, Any]) -> None:
 
 
 def _same_shape(given: Any, own: Tensor) -> None:
-    if not isinstance(given, Tensor) or given.shape != own.shape or not bool(torch.isfinite(given).all()):
-        found = f"of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+    if (
+        not isinstance(given, Tensor)
+        or given.shape != own.shape
+        or not bool(torch.isfinite(given).all())
+    ):
+        found = (
+            f"of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+        )
         raise PrivacyError(
             f"the checkpoint holds noise buffers {found}, the run needs finite ones of shape {tuple(own.shape)}: the "
             "set of trainable parameters or the noise has changed, or the checkpoint is damaged"

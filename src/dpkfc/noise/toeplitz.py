@@ -34,7 +34,9 @@ class BandedSquareRoot:
 
     def factorize(self, workload: Workload, n: int, separation: int) -> Factorization:
         c = power(*workload.generating_function(), 0.5, _bands(self.bands, n))
-        return _toeplitz(f"square root, {len(c)} bands", c, n, self.normalise and len(c) <= separation)
+        return _toeplitz(
+            f"square root, {len(c)} bands", c, n, self.normalise and len(c) <= separation
+        )
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,9 @@ class BandedToeplitz:
 
     def factorize(self, workload: Workload, n: int, separation: int) -> Factorization:
         c = optimal_coefficients(workload, n, _bands(self.bands, n))
-        return _toeplitz(f"optimised Toeplitz, {len(c)} bands", c, n, self.normalise and len(c) <= separation)
+        return _toeplitz(
+            f"optimised Toeplitz, {len(c)} bands", c, n, self.normalise and len(c) <= separation
+        )
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,9 @@ class LambdaCGD:
         def cost(logit: float) -> float:
             return _cost(form(1 - np.exp(logit)), workload, n, participation)
 
-        return form(1 - float(np.exp(minimize_scalar(cost, bounds=(-12.0, -1e-6), method="bounded").x)))
+        return form(
+            1 - float(np.exp(minimize_scalar(cost, bounds=(-12.0, -1e-6), method="bounded").x))
+        )
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,10 @@ class BufferedToeplitz:
 
         def as_streamed(found: Buffered) -> Buffered:
             """The stream computes in float32; over many steps, poles close to 1 must be the very same numbers."""
-            weights, poles = (np.array(numbers, dtype=np.float32).tolist() for numbers in (found.weights, found.poles))
+            weights, poles = (
+                np.array(numbers, dtype=np.float32).tolist()
+                for numbers in (found.weights, found.poles)
+            )
             return Buffered(name, tuple(weights), tuple(poles))
 
         def cost(x: Array) -> float:
@@ -117,9 +126,16 @@ class BufferedToeplitz:
 
         tries = []
         for slowest in (3.0, 6.0):
-            start = np.concatenate([np.linspace(slowest, 0.5, self.buffers), np.full(self.buffers, 0.0)])
+            start = np.concatenate(
+                [np.linspace(slowest, 0.5, self.buffers), np.full(self.buffers, 0.0)]
+            )
             tries.append(
-                minimize(cost, start, method="L-BFGS-B", bounds=[(0, 14)] * self.buffers + [(-14, 9)] * self.buffers)
+                minimize(
+                    cost,
+                    start,
+                    method="L-BFGS-B",
+                    bounds=[(0, 14)] * self.buffers + [(-14, 9)] * self.buffers,
+                )
             )
         return as_streamed(form(min(tries, key=lambda found: found.fun).x))
 
@@ -132,7 +148,9 @@ class OutputPerturbation:
 
     def factorize(self, workload: Workload, n: int, separation: int) -> Factorization:
         numerator, denominator = workload.generating_function()
-        d = np.trim_zeros(np.where(np.abs(d := quotient(denominator, numerator, n)) > 1e-15, d, 0.0), "b")
+        d = np.trim_zeros(
+            np.where(np.abs(d := quotient(denominator, numerator, n)) > 1e-15, d, 0.0), "b"
+        )
         return InverseToeplitz("output perturbation", tuple(d.tolist()))
 
 
@@ -161,7 +179,11 @@ def optimal_coefficients(workload: Workload, n: int, bands: int) -> Array:
         return start
     with np.errstate(over="ignore", invalid="ignore"):
         found = minimize(
-            objective, start[1:], jac=True, method="L-BFGS-B", options={"maxcor": 20, "ftol": 1e-10, "maxiter": 2000}
+            objective,
+            start[1:],
+            jac=True,
+            method="L-BFGS-B",
+            options={"maxcor": 20, "ftol": 1e-10, "maxiter": 2000},
         )
     return np.asarray(np.concatenate([[1.0], found.x]))
 

@@ -61,7 +61,9 @@ class Workload:
         if not 0 <= momentum < 1:
             raise PrivacyError(f"momentum={momentum}: must lie in [0, 1)")
         if not (lr > 0 and weight_decay >= 0 and lr * weight_decay < 1):
-            raise PrivacyError(f"lr={lr}, weight_decay={weight_decay}: need lr > 0 and 0 <= lr * weight_decay < 1")
+            raise PrivacyError(
+                f"lr={lr}, weight_decay={weight_decay}: need lr > 0 and 0 <= lr * weight_decay < 1"
+            )
         b, decay = momentum, lr * weight_decay
         numerator = np.array([1 + b, -b]) if nesterov else np.ones(1)
         scale = numerator[0]
@@ -79,15 +81,21 @@ class Workload:
             name += ", learning-rate schedule"
 
             def matrix(n: int) -> Array:
-                return np.asarray(_sgd_with_schedule(_rates(schedule, n), b, decay, coupled, nesterov) / scale)
+                return np.asarray(
+                    _sgd_with_schedule(_rates(schedule, n), b, decay, coupled, nesterov) / scale
+                )
 
-        return Workload(name, tuple((numerator / scale).tolist()), tuple(denominator.tolist()), matrix)
+        return Workload(
+            name, tuple((numerator / scale).tolist()), tuple(denominator.tolist()), matrix
+        )
 
     @staticmethod
     def toeplitz(coefficients: Sequence[float], name: str = "given coefficients") -> Workload:
         """``A[t, s] = coefficients[t - s]``, which must reach as far as the run has steps."""
         if not len(coefficients) or not np.isfinite(coefficients).all() or coefficients[0] <= 0:
-            raise PrivacyError("the coefficients of a workload must be finite numbers, the first of them positive")
+            raise PrivacyError(
+                "the coefficients of a workload must be finite numbers, the first of them positive"
+            )
         return Workload(name, tuple(float(c) for c in coefficients))
 
     @staticmethod
@@ -95,7 +103,9 @@ class Workload:
         """Any lower-triangular matrix, for the factorizations that do not need a Toeplitz one (`Banded`)."""
         dense = np.asarray(matrix, dtype=float)
         if dense.ndim != 2 or dense.shape[0] != dense.shape[1] or np.triu(dense, 1).any():
-            raise PrivacyError("a workload must be a square lower-triangular matrix: step t uses gradients up to t")
+            raise PrivacyError(
+                "a workload must be a square lower-triangular matrix: step t uses gradients up to t"
+            )
         if not (np.isfinite(dense).all() and (np.diag(dense) != 0).all()):
             raise PrivacyError("a workload must be finite, without zeros on its diagonal")
 
@@ -143,7 +153,9 @@ class Workload:
     def check(self, n: int) -> None:
         """Refuse a run that is longer than what was given."""
         if self.numerator is not None and self.denominator == (1.0,) and len(self.numerator) < n:
-            raise PrivacyError(f"the workload is given for {len(self.numerator)} steps; the run has {n}")
+            raise PrivacyError(
+                f"the workload is given for {len(self.numerator)} steps; the run has {n}"
+            )
 
     def generating_function(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         if self.numerator is None:
@@ -191,7 +203,9 @@ def impulse_response(optimizer: Optimizer, group: dict[str, Any], steps: int) ->
     def respond(impulse: float, at: int) -> Array:
         parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
         twin = type(optimizer)([parameter], **{k: optimizer.defaults[k] for k in accepted})
-        twin.param_groups[0].update({k: copy.deepcopy(v) for k, v in group.items() if k != "params"}, lr=_rate(group))
+        twin.param_groups[0].update(
+            {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}, lr=_rate(group)
+        )
         moved = []
         for step in range(at + steps):
             parameter.grad = torch.full_like(parameter, impulse if step == at else 0.0)
@@ -206,7 +220,9 @@ def impulse_response(optimizer: Optimizer, group: dict[str, Any], steps: int) ->
             f"{type(optimizer).__name__} could not be tried on a single number ({problem}): name its workload, "
             "noise=BandedToeplitz(workload=Workload.sgd(momentum=0.9))"
         ) from problem
-    linear = np.allclose(two, -2 * one, rtol=1e-6, atol=0) and np.allclose(later, one, rtol=1e-6, atol=0)
+    linear = np.allclose(two, -2 * one, rtol=1e-6, atol=0) and np.allclose(
+        later, one, rtol=1e-6, atol=0
+    )
     return one / one[0] if linear and one[0] else None
 
 
@@ -222,7 +238,9 @@ def _rates(schedule: Schedule, n: int) -> Array:
     return rates
 
 
-def _sgd_with_schedule(rates: Array, momentum: float, decay: float, coupled: bool, nesterov: bool) -> Array:
+def _sgd_with_schedule(
+    rates: Array, momentum: float, decay: float, coupled: bool, nesterov: bool
+) -> Array:
     """The recursions of `Workload.sgd` on unit gradients, all columns at once (η = 1, so λ is the decay a step)."""
     n = len(rates)
     theta, velocity, rows = np.zeros(n), np.zeros(n), np.zeros((n, n))

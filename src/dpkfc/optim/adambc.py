@@ -58,8 +58,15 @@ class DPAdamBC(Optimizer):
         if not all(0 <= beta < 1 for beta in betas):
             raise PrivacyError(f"betas={betas}: must lie in [0, 1)")
         if any(value is not None and not value >= 0 for value in (floor, noise_variance)):
-            raise PrivacyError(f"floor={floor}, noise_variance={noise_variance}: must not be negative")
-        settings = {"betas": betas, "floor": floor, "weight_decay": weight_decay, "noise_variance": noise_variance}
+            raise PrivacyError(
+                f"floor={floor}, noise_variance={noise_variance}: must not be negative"
+            )
+        settings = {
+            "betas": betas,
+            "floor": floor,
+            "weight_decay": weight_decay,
+            "noise_variance": noise_variance,
+        }
         super().__init__(params, {"lr": lr, **settings})
 
     def set_noise_variance(self, noise_variance: float | None, why_unknown: str) -> None:

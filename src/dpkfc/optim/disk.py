@@ -41,7 +41,9 @@ class DiSK(Optimizer):
     1
     """
 
-    def __init__(self, optimizer: Optimizer, kappa: float = 0.7, gamma: float | None = None) -> None:
+    def __init__(
+        self, optimizer: Optimizer, kappa: float = 0.7, gamma: float | None = None
+    ) -> None:
         if not 0 < kappa <= 1:
             raise PrivacyError(f"kappa={kappa}: must lie in (0, 1]")
         if gamma is not None and not gamma > 0:
@@ -49,15 +51,23 @@ class DiSK(Optimizer):
         ahead = (1 - kappa) / kappa
         self.optimizer, self.kappa = optimizer, kappa
         self.gamma = ahead if gamma is None else gamma
-        self.gradients_a_step = 1 if gamma is None or abs(gamma - ahead) < 1e-12 or kappa == 1 else 2
-        self.joined: Callable[[], AbstractContextManager[None]] = nullcontext  # that of the run, set by make_private
-        super().__init__(optimizer.param_groups, {})  # the same dictionaries, so schedulers reach both
+        self.gradients_a_step = (
+            1 if gamma is None or abs(gamma - ahead) < 1e-12 or kappa == 1 else 2
+        )
+        self.joined: Callable[[], AbstractContextManager[None]] = (
+            nullcontext  # that of the run, set by make_private
+        )
+        super().__init__(
+            optimizer.param_groups, {}
+        )  # the same dictionaries, so schedulers reach both
         self.defaults = optimizer.defaults
 
     def set_noise_variance(self, noise_variance: float | None, why_unknown: str) -> None:
         """Called by `make_private`. The filter leaves κ / (2-κ) of the variance of independent noise."""
         if hasattr(self.optimizer, "set_noise_variance"):
-            left = None if noise_variance is None else noise_variance * self.kappa / (2 - self.kappa)
+            left = (
+                None if noise_variance is None else noise_variance * self.kappa / (2 - self.kappa)
+            )
             self.optimizer.set_noise_variance(left, why_unknown)
 
     def backward(self, closure: Callable[[], Tensor]) -> Tensor:
@@ -106,7 +116,9 @@ class DiSK(Optimizer):
         for p, grad in stepped:
             state = self.state[p]
             if not state:
-                state.update(filtered=grad.clone(), iterate=p.detach().clone(), move=torch.zeros_like(p))
+                state.update(
+                    filtered=grad.clone(), iterate=p.detach().clone(), move=torch.zeros_like(p)
+                )
             else:
                 state["filtered"].lerp_(grad, self.kappa)
                 p.copy_(state["iterate"])

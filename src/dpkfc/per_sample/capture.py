@@ -39,7 +39,9 @@ class LayerCall:
     a: Tensor | None
     delta: Tensor
 
-    def gradients(self, map_of: Callable[[ParamKey], LinearMap]) -> list[tuple[ParamKey, PerSampleGrad]]:
+    def gradients(
+        self, map_of: Callable[[ParamKey], LinearMap]
+    ) -> list[tuple[ParamKey, PerSampleGrad]]:
         """The per-sample gradients of this call, keyed by the parameters they belong to."""
         unit = self.unit
         if unit.handler is None or self.a is None:
@@ -50,9 +52,19 @@ class LayerCall:
             return map_of(tuple(unit.parameters[name] for name in names))
 
         use = Use(
-            unit.module, self.a, self.delta, set(self.wanted), unit.joint, self.batch, unit.workspace, map_of_names
+            unit.module,
+            self.a,
+            self.delta,
+            set(self.wanted),
+            unit.joint,
+            self.batch,
+            unit.workspace,
+            map_of_names,
         )
-        return [(tuple(unit.parameters[name] for name in names), form) for names, form in unit.handler(use)]
+        return [
+            (tuple(unit.parameters[name] for name in names), form)
+            for names, form in unit.handler(use)
+        ]
 
 
 @dataclass
@@ -95,7 +107,10 @@ class _Forward(Hook):
         self.module = module
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self.module, "forward")  # read while the copy has no attributes of its own yet
+        return getattr, (
+            self.module,
+            "forward",
+        )  # read while the copy has no attributes of its own yet
 
 
 class _Anchor(torch.autograd.Function):
@@ -127,12 +142,16 @@ class GradientCapture:
         self.map_of: Callable[[ParamKey], LinearMap] = lambda slot: IDENTITY_MAP
         self.trial: list[LayerCall] | None = None  # where a trial wants to see the calls themselves
         self.batch: int | None = None  # samples in the forward pass under way
-        self.on_enter: Callable[[], None] = _nothing  # before every forward pass, also without gradients
+        self.on_enter: Callable[[], None] = (
+            _nothing  # before every forward pass, also without gradients
+        )
         self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], None] = _nothing
         self.on_gradient: Callable[[], None] = _nothing
         self.units = units
         self.anchor = torch.zeros((), requires_grad=True)
-        self._replaced: list[tuple[nn.Module, Any]] = []  # with the forward of their own that they had, if any
+        self._replaced: list[
+            tuple[nn.Module, Any]
+        ] = []  # with the forward of their own that they had, if any
         self._handles = [model.register_forward_pre_hook(Hook(self._enter), with_kwargs=True)]
         for unit in units:
             self._attach(unit)
@@ -144,7 +163,13 @@ class GradientCapture:
 
     def drain(self) -> CapturedGrads:
         """What the backward passes since the last drain left behind."""
-        forms, norms, batches, kept, eps = self._forms, self._norms, self._batches, self._kept, self._eps
+        forms, norms, batches, kept, eps = (
+            self._forms,
+            self._norms,
+            self._batches,
+            self._kept,
+            self._eps,
+        )
         self._forms, self._norms, self._batches, self._kept, self._eps = {}, {}, set(), [], 0.0
         for tensor, version, unit in kept:
             if tensor._version != version:
@@ -181,7 +206,9 @@ class GradientCapture:
             self.trial = None
 
     @contextlib.contextmanager
-    def replaying(self, before_forward: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+    def replaying(
+        self, before_forward: Callable[[tuple[Any, ...], dict[str, Any]], None]
+    ) -> Iterator[None]:
         """Passes that are captured as usual, while something else than usual happens before each forward pass.
 
         What the loop left behind must have been drained before.
@@ -207,7 +234,9 @@ class GradientCapture:
         self.on_enter()
         if not torch.is_grad_enabled():
             return
-        sizes = [x.shape[0] for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
+        sizes = [
+            x.shape[0] for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()
+        ]
         self.batch = next((size for size in sizes if size != 1), 1) if sizes else self.batch
         self.before_forward(args, kwargs)
 
@@ -228,7 +257,11 @@ class GradientCapture:
             return after(unit, args, kwargs, out)
 
         self._handles.append(module.register_forward_pre_hook(Hook(pre), with_kwargs=True))
-        self._handles.append(module.register_forward_hook(Hook(post), with_kwargs=True, prepend=True, always_call=True))
+        self._handles.append(
+            module.register_forward_hook(
+                Hook(post), with_kwargs=True, prepend=True, always_call=True
+            )
+        )
 
     # -- layers with a fast path
 
@@ -254,7 +287,9 @@ class GradientCapture:
             return args, {**kwargs, next(iter(kwargs)): expanded}
         return None
 
-    def _watch_layer(self, unit: HookedModule, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    def _watch_layer(
+        self, unit: HookedModule, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> Any:
         if not unit.lent:
             return None
         trainable = unit.lent.pop()
@@ -293,18 +328,27 @@ class GradientCapture:
                 unit, name, p.detach().expand(self._batch_of(unit), *p.shape[1:])
             )  # type: ignore[assignment]
 
-    def _give_back(self, unit: HookedModule, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _give_back(
+        self, unit: HookedModule, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
         if unit.lent:
             unit.module._parameters.update(unit.lent.pop())
 
     def _vmapped(
-        self, unit: HookedModule, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        unit: HookedModule,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         trainable = self._trainable(unit)
         if not trainable:
             return original(*args, **kwargs)
         batch = self._batch_of(unit)
-        copies = {name: self._copies(unit, name, p.detach().expand(batch, *p.shape)) for name, p in trainable.items()}
+        copies = {
+            name: self._copies(unit, name, p.detach().expand(batch, *p.shape))
+            for name, p in trainable.items()
+        }
         return run_under_vmap(unit, original, copies, batch, args, kwargs)
 
     def _copies(self, unit: HookedModule, name: str, expanded: Tensor) -> Tensor:
@@ -312,7 +356,11 @@ class GradientCapture:
         batch, keep_dim = len(expanded), unit.kind == "expanded"
 
         def received(grad: Tensor) -> None:
-            self._append(LayerCall(unit, frozenset([name]), batch, None, grad.unsqueeze(1) if keep_dim else grad))
+            self._append(
+                LayerCall(
+                    unit, frozenset([name]), batch, None, grad.unsqueeze(1) if keep_dim else grad
+                )
+            )
 
         copies.register_hook(received)
         return copies  # type: ignore[no-any-return]

@@ -48,7 +48,10 @@ class Workspace:
         size = math.prod(shape)
         if self.taken:
             return like.new_empty(shape)
-        if self._memory.numel() < size or (self._memory.dtype, self._memory.device) != (like.dtype, like.device):
+        if self._memory.numel() < size or (self._memory.dtype, self._memory.device) != (
+            like.dtype,
+            like.device,
+        ):
             self._memory = like.new_empty(size)
         self.taken = True
         return self._memory[:size].view(shape)
@@ -149,7 +152,9 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def keep_rows(x: Tensor, keep: Tensor) -> Tensor:
     """Zero the samples that are not kept; unlike a product, this also removes NaN."""
-    return torch.where(keep.view(-1, *[1] * (x.dim() - 1)), x, torch.zeros((), dtype=x.dtype, device=x.device))
+    return torch.where(
+        keep.view(-1, *[1] * (x.dim() - 1)), x, torch.zeros((), dtype=x.dtype, device=x.device)
+    )
 
 
 def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
@@ -162,7 +167,9 @@ def deep(size: int) -> int:
     return min(size, ROWS) + size // ROWS
 
 
-def trusted(norms: Tensor, products: Tensor, largest: Tensor, terms: int, again: Callable[[Tensor], Tensor]) -> Tensor:
+def trusted(
+    norms: Tensor, products: Tensor, largest: Tensor, terms: int, again: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Squared norms that are not too small.
 
     A squared norm that is added up from products of either sign, `terms` of them one upon another, has an error
@@ -174,7 +181,9 @@ def trusted(norms: Tensor, products: Tensor, largest: Tensor, terms: int, again:
     """
     error = terms * torch.finfo(norms.dtype).eps / 2 * products
     doubtful = ((error > DOUBT * norms) | (largest > LARGE)).nonzero().flatten()
-    norms = norms + (error - MARGIN * norms).clamp(min=0)  # squared: half as much of the norm itself
+    norms = norms + (error - MARGIN * norms).clamp(
+        min=0
+    )  # squared: half as much of the norm itself
     if len(doubtful):
         norms[doubtful] = again(doubtful).clamp(min=0).to(norms.dtype)
     return norms
@@ -232,7 +241,9 @@ def gram(x: Tensor) -> Tensor:
     batch, length, features = x.shape
     if x.device.type != "cpu" or length * length * features < LARGE_PRODUCT:
         return torch.bmm(x, x.transpose(1, 2))
-    out = x.new_empty(batch, length, length)  # the batched kernel is a third slower on large transposed factors
+    out = x.new_empty(
+        batch, length, length
+    )  # the batched kernel is a third slower on large transposed factors
     for one, into in zip(x.unbind(0), out.unbind(0), strict=True):
         torch.mm(one, one.T, out=into)
     return out
@@ -243,7 +254,9 @@ def _gram_norms(outer: OuterProductGrad) -> tuple[Tensor, Tensor, Tensor]:
     products, of_left = gram(at_least_float32(outer.right)), gram(at_least_float32(outer.left))
     if outer.last is not None:
         products.addcmul_(outer.last.unsqueeze(1), outer.last.unsqueeze(2))
-    largest = torch.stack([part.diagonal(dim1=1, dim2=2).amax(1) for part in (products, of_left)]).amax(0)
+    largest = torch.stack(
+        [part.diagonal(dim1=1, dim2=2).amax(1) for part in (products, of_left)]
+    ).amax(0)
     products.mul_(of_left)
     return products.sum((1, 2)), products.diagonal(dim1=1, dim2=2).sqrt().sum(1).square(), largest
 
@@ -263,13 +276,17 @@ class DenseGrad:
         if sum(preconditioner.work):
             additions += deep(grads[0].shape[1]) + deep(grads[0][0, 0].numel())
         return with_slack(
-            sum_of_squares(preconditioner.apply(grads)), sum_of_squares(grads), preconditioner.gain, additions
+            sum_of_squares(preconditioner.apply(grads)),
+            sum_of_squares(grads),
+            preconditioner.gain,
+            additions,
         )
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
         grads = self.per_sample()
         return add_up(
-            [torch.tensordot(weights[i].to(x.dtype), x[i], dims=1) for x in grads] for i in blocks(len(weights), ROWS)
+            [torch.tensordot(weights[i].to(x.dtype), x[i], dims=1) for x in grads]
+            for i in blocks(len(weights), ROWS)
         )
 
     def per_sample(self) -> list[Tensor]:
@@ -306,14 +323,18 @@ class OuterProductGrad:
         """The same gradients mapped: ``U_G left_t`` and ``U_A right_t``."""
         left, right = at_least_float32(self.left), at_least_float32(self.right)
         return OuterProductGrad(
-            *preconditioner.factors(left, right, self.last, workspaces), self.transposed, mapped=True
+            *preconditioner.factors(left, right, self.last, workspaces),
+            self.transposed,
+            mapped=True,
         )
 
     def squared_norms(self, preconditioner: LinearMap) -> Tensor:
         preconditioner = IDENTITY_MAP if self.mapped else preconditioner
         if self.left.shape[1] == 1:
             return self._norms_of_one(preconditioner)
-        return with_slack(self.measured(preconditioner), self.products(), preconditioner.gain, self._additions)
+        return with_slack(
+            self.measured(preconditioner), self.products(), preconditioner.gain, self._additions
+        )
 
     def measured(self, preconditioner: LinearMap) -> Tensor:
         """Squared norms, whatever becomes of the gradients in the sum."""
@@ -324,11 +345,22 @@ class OuterProductGrad:
         by_forming = length * p * q + q * of_left + p * of_right
         if not preconditioner.factored or by_forming < by_gram:
             block = max(1, batch * length * (p + q) // (p * q))
-            return torch.cat([sum_of_squares(preconditioner.apply(piece.per_sample())) for piece in self._split(block)])
+            return torch.cat(
+                [
+                    sum_of_squares(preconditioner.apply(piece.per_sample()))
+                    for piece in self._split(block)
+                ]
+            )
         with scratch() as workspaces:
-            mapped = self if preconditioner is IDENTITY_MAP else self.map_first(preconditioner, workspaces)
+            mapped = (
+                self
+                if preconditioner is IDENTITY_MAP
+                else self.map_first(preconditioner, workspaces)
+            )
             terms = length + deep(p) + deep(q)
-            return trusted(*_gram_norms(mapped), terms, lambda i: _gram_norms(mapped._picked(i).double())[0])
+            return trusted(
+                *_gram_norms(mapped), terms, lambda i: _gram_norms(mapped._picked(i).double())[0]
+            )
 
     def _norms_of_one(self, preconditioner: LinearMap) -> Tensor:
         """One position: ``‖left‖² ‖right‖²``."""
@@ -352,7 +384,9 @@ class OuterProductGrad:
         if preconditioner.factored:
             norms = of_left * of_right
         else:  # a scale for every entry: it enlarges rounding errors no more than the entries themselves
-            norms = preconditioner.single(left[:, 0], right[:, 0], None if last is None else last[:, 0])
+            norms = preconditioner.single(
+                left[:, 0], right[:, 0], None if last is None else last[:, 0]
+            )
         return norms, torch.maximum(of_left, of_right)
 
     def _sizes(self) -> tuple[Tensor, Tensor]:
@@ -418,7 +452,9 @@ class OuterProductGrad:
             last = None if self.last is None else self.last.square()
             ones = torch.ones(len(self.left), device=self.left.device)
             left, right = at_least_float32(self.left), at_least_float32(self.right)
-            return OuterProductGrad(left.square(), right.square(), last, self.transposed).weighted_sum(ones)
+            return OuterProductGrad(
+                left.square(), right.square(), last, self.transposed
+            ).weighted_sum(ones)
         return add_up(DenseGrad(piece.per_sample()).squares() for piece in self._split(1))
 
     def _split(self, block: int) -> Iterator[OuterProductGrad]:
@@ -435,21 +471,37 @@ class OuterProductGrad:
     def masked(self, keep: Tensor) -> OuterProductGrad:
         last = None if self.last is None else keep_rows(self.last, keep)
         return OuterProductGrad(
-            keep_rows(self.left, keep), keep_rows(self.right, keep), last, self.transposed, self.mapped
+            keep_rows(self.left, keep),
+            keep_rows(self.right, keep),
+            last,
+            self.transposed,
+            self.mapped,
         )
 
     @staticmethod
     def cat(outers: list[OuterProductGrad]) -> OuterProductGrad:
         """Several uses of one weight: their positions side by side."""
-        left, right = torch.cat([o.left for o in outers], 1), torch.cat([o.right for o in outers], 1)
+        left, right = (
+            torch.cat([o.left for o in outers], 1),
+            torch.cat([o.right for o in outers], 1),
+        )
         lasts = [o.last for o in outers if o.last is not None]
         return OuterProductGrad(
-            left, right, torch.cat(lasts, 1) if lasts else None, outers[0].transposed, outers[0].mapped
+            left,
+            right,
+            torch.cat(lasts, 1) if lasts else None,
+            outers[0].transposed,
+            outers[0].mapped,
         )
 
 
 def matrix(
-    left: Tensor, right: Tensor, workspace: Workspace, preconditioner: LinearMap, bias: bool, transposed: bool = False
+    left: Tensor,
+    right: Tensor,
+    workspace: Workspace,
+    preconditioner: LinearMap,
+    bias: bool,
+    transposed: bool = False,
 ) -> PerSampleGrad:
     """`OuterProductGrad`, or `DenseGrad` where it is cheaper to form the gradients and they take little more memory than (a, δ).
 
@@ -458,12 +510,18 @@ def matrix(
     mapped factors need not be kept beside (a, δ): one position, or formed gradients.
     """
     length, p, q = left.shape[1], left.shape[2], right.shape[2]
-    last = torch.ones(left.shape[:2], dtype=at_least_float32(left).dtype, device=left.device) if bias else None
+    last = (
+        torch.ones(left.shape[:2], dtype=at_least_float32(left).dtype, device=left.device)
+        if bias
+        else None
+    )
     outer = OuterProductGrad(left, right, last, transposed)
     formed = length >= SHORT and p * q <= ROOM * length * (p + q)
     if sum(preconditioner.work) and formed and length < p:
         with scratch() as workspaces:
-            return DenseGrad(outer.map_first(preconditioner, workspaces).per_sample(workspace), mapped=True)
+            return DenseGrad(
+                outer.map_first(preconditioner, workspaces).per_sample(workspace), mapped=True
+            )
     if sum(preconditioner.work) and length == 1:
         return outer.map_first(preconditioner)
     return DenseGrad(outer.per_sample(workspace)) if formed else outer
@@ -483,11 +541,20 @@ def join(forms: list[PerSampleGrad], preconditioner: LinearMap = IDENTITY_MAP) -
     outers = [form for form in forms if isinstance(form, OuterProductGrad)]
     rows = [form for form in forms if isinstance(form, RowSparseGrad)]
     orientations = {outer.transposed for outer in outers}
-    if len(outers) == len(forms) and len(orientations) == 1 and len({form.mapped for form in forms}) == 1:
+    if (
+        len(outers) == len(forms)
+        and len(orientations) == 1
+        and len({form.mapped for form in forms}) == 1
+    ):
         return OuterProductGrad.cat(outers)
     if any(form.mapped for form in forms):  # one position in one use, several in another
-        mapped = [form.per_sample() if form.mapped else preconditioner.apply(form.per_sample()) for form in forms]
-        return DenseGrad([torch.stack(parts).sum(0) for parts in zip(*mapped, strict=True)], mapped=True)
+        mapped = [
+            form.per_sample() if form.mapped else preconditioner.apply(form.per_sample())
+            for form in forms
+        ]
+        return DenseGrad(
+            [torch.stack(parts).sum(0) for parts in zip(*mapped, strict=True)], mapped=True
+        )
     if len(rows) == len(forms):
         return RowSparseGrad.cat(rows)
     if len(outers) + len(rows) == len(forms) and orientations == {False}:

@@ -48,7 +48,9 @@ class HookedModule:
     handler: Handler | None = None
     joint: bool = True  # no parameter is shared with another unit
     workspace: Workspace = field(default_factory=Workspace)
-    lent: list[dict[str, nn.Parameter]] = field(default_factory=list)  # what each running call took away
+    lent: list[dict[str, nn.Parameter]] = field(
+        default_factory=list
+    )  # what each running call took away
 
 
 def fast_handler(module: nn.Module) -> Handler | None:
@@ -56,9 +58,18 @@ def fast_handler(module: nn.Module) -> Handler | None:
     for kind, handler in FAST.items():
         if isinstance(module, kind) and type(module).forward is kind.forward:
             registered = {name for name, p in module._parameters.items() if p is not None}
-            expected = {name for name in ("weight", "bias") if getattr(module, name, None) is not None}
-            return handler if registered == expected and not any(True for _ in module.children()) else None
-    if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
+            expected = {
+                name for name in ("weight", "bias") if getattr(module, name, None) is not None
+            }
+            return (
+                handler
+                if registered == expected and not any(True for _ in module.children())
+                else None
+            )
+    if (
+        type(module).__name__ == "Conv1D"
+        and type(module).__module__ == "transformers.pytorch_utils"
+    ):
         return linear.conv1d_of_transformers
     return None
 
@@ -68,7 +79,9 @@ def partition(model: nn.Module, vmap_modules: Iterable[str] = ()) -> list[Hooked
     vmap_modules = set(vmap_modules)
     unknown = vmap_modules - {name for name, _ in model.named_modules()}
     if unknown:
-        raise PrivacyError(f"vmap_modules names no module of the model: {', '.join(sorted(unknown))}")
+        raise PrivacyError(
+            f"vmap_modules names no module of the model: {', '.join(sorted(unknown))}"
+        )
     units = list(_walk(model, "", vmap_modules, set()))
     uses = Counter(id(p) for unit in units for p in unit.parameters.values())
     for unit in units:
@@ -76,7 +89,9 @@ def partition(model: nn.Module, vmap_modules: Iterable[str] = ()) -> list[Hooked
     return units
 
 
-def _walk(module: nn.Module, name: str, vmap_modules: set[str], seen: set[nn.Module]) -> Iterator[HookedModule]:
+def _walk(
+    module: nn.Module, name: str, vmap_modules: set[str], seen: set[nn.Module]
+) -> Iterator[HookedModule]:
     if module in seen:
         return
     seen.add(module)
@@ -86,7 +101,9 @@ def _walk(module: nn.Module, name: str, vmap_modules: set[str], seen: set[nn.Mod
         if own:
             yield HookedModule(name, module, "layer", own, handler)
         return
-    broadcast = all(p.dim() > 1 and p.shape[0] == 1 for p in own.values()) and any(True for _ in module.children())
+    broadcast = all(p.dim() > 1 and p.shape[0] == 1 for p in own.values()) and any(
+        True for _ in module.children()
+    )
     if name in vmap_modules or (own and not broadcast):
         seen.update(module.modules())
         yield HookedModule(name, module, "vmap", dict(module.named_parameters()))

@@ -16,7 +16,13 @@ from dpkfc.errors import PrivacyError
 from dpkfc.noise.auto import Auto
 from dpkfc.noise.factorization import IDENTITY, REGENERATED, Factorization
 from dpkfc.noise.independent import Independent
-from dpkfc.noise.toeplitz import BandedSquareRoot, BandedToeplitz, BufferedToeplitz, InverseSquareRoot, LambdaCGD
+from dpkfc.noise.toeplitz import (
+    BandedSquareRoot,
+    BandedToeplitz,
+    BufferedToeplitz,
+    InverseSquareRoot,
+    LambdaCGD,
+)
 from dpkfc.noise.workload import Workload, is_linear
 from dpkfc.planning.plan import Plan, Sampling
 
@@ -94,15 +100,21 @@ def choose(
     if noise == "auto":
         noise = Auto()
     if isinstance(noise, str) or not (isinstance(noise, Auto) or hasattr(noise, "factorize")):
-        raise PrivacyError(f"noise={noise!r}: pass 'auto', or an object such as dpkfc.noise.BandedToeplitz(bands=16)")
+        raise PrivacyError(
+            f"noise={noise!r}: pass 'auto', or an object such as dpkfc.noise.BandedToeplitz(bands=16)"
+        )
     linear = is_linear(optimizer)
     if not linear:
-        rescaled = rescaled or f"{type(optimizer).__name__} rescales every gradient by the past ones"
+        rescaled = (
+            rescaled or f"{type(optimizer).__name__} rescales every gradient by the past ones"
+        )
     if isinstance(noise, Auto):
         if sampling is not None:
             raise PrivacyError("noise='auto' chooses the sampling too: leave sampling out")
         if run.get("epsilon") is None:
-            raise PrivacyError("noise='auto' compares at equal epsilon: give epsilon instead of noise_multiplier")
+            raise PrivacyError(
+                "noise='auto' compares at equal epsilon: give epsilon instead of noise_multiplier"
+            )
         if rescaled:
             return IDENTITY
         workload = noise.workload or Workload.of(optimizer)

@@ -75,7 +75,9 @@ class Plan:
     groups: int = 1  # that take turns; a record is in one of them
     noise_sensitivity: float = 1.0
     clip_gamma: float | None = None  # of automatic clipping
-    growth: tuple[float, ...] = ()  # of the sensitivity over the rounds, where it is not amplified by sampling
+    growth: tuple[
+        float, ...
+    ] = ()  # of the sensitivity over the rounds, where it is not amplified by sampling
     neighbouring: str = "add or remove one record"
     best_of: BestOf | None = None  # of the repetitions of this run, if only the best is released
     unchecked: tuple[Unchecked, ...] = ()  # what epsilon relies on and nobody has checked
@@ -106,7 +108,9 @@ class Plan:
         batch_size, steps = batches(records, batch_size, epochs, steps)
         delta = _check_delta(delta, records)
         if (epsilon is None) == (noise_multiplier is None):
-            raise PrivacyError("give exactly one of epsilon (the noise is calibrated) and noise_multiplier")
+            raise PrivacyError(
+                "give exactly one of epsilon (the noise is calibrated) and noise_multiplier"
+            )
         if best_of is not None and accountant == "pld":
             accountant = "rdp"
         sampling = sampling or _preferred(noise, records // batch_size)
@@ -130,7 +134,9 @@ class Plan:
             growth=growth,
             best_of=best_of,
         )
-        public = replace(plan.mechanism, public_geometry=True)  # which also refuses noise that is no number
+        public = replace(
+            plan.mechanism, public_geometry=True
+        )  # which also refuses noise that is no number
         if epsilon is None:
             return plan
         return replace(plan, noise_multiplier=_calibrated(public, epsilon, delta, accountant))
@@ -149,7 +155,13 @@ class Plan:
     def mechanism(self) -> Mechanism:
         rate = 1.0 if self.growth else self.rate_in_turn
         return Mechanism(
-            rate, self.noise_multiplier, self.steps, self.public_geometry, self.groups, self.growth, self.best_of
+            rate,
+            self.noise_multiplier,
+            self.steps,
+            self.public_geometry,
+            self.groups,
+            self.growth,
+            self.best_of,
         )
 
     @property
@@ -169,7 +181,9 @@ class Plan:
     def grid(self) -> float:
         """`.grad` holds multiples of this number, a power of two (`noise.grid`); 0 for a run without noise."""
         noise = self.noise_scale / self.batch_size
-        return spacing(noise) if self.noise == IDENTITY.name else spacing(noise / DIAGONAL, self.steps)
+        return (
+            spacing(noise) if self.noise == IDENTITY.name else spacing(noise / DIAGONAL, self.steps)
+        )
 
     def epsilon(self, steps: int | None = None, delta: float | None = None) -> float:
         """The privacy loss after `steps` steps (all by default). Asking changes nothing."""
@@ -203,13 +217,24 @@ class Plan:
     def statement(self) -> list[tuple[str, str]]:
         """What is protected, and how: names and values, in words."""
         return [
-            ("what is protected", f"one record: whether it is in the data set or not ({self.neighbouring})"),
+            (
+                "what is protected",
+                f"one record: whether it is in the data set or not ({self.neighbouring})",
+            ),
             (
                 "epsilon",
                 f"{round_up(self.epsilon())} after all {self.steps} steps"
                 + ("" if self.best_of is None else ", the selection included")
-                + (f" (target {round_up(self.target_epsilon, 6)})" if self.target_epsilon is not None else "")
-                + ("" if self.public_geometry else ": the geometry was built from the private records"),
+                + (
+                    f" (target {round_up(self.target_epsilon, 6)})"
+                    if self.target_epsilon is not None
+                    else ""
+                )
+                + (
+                    ""
+                    if self.public_geometry
+                    else ": the geometry was built from the private records"
+                ),
             ),
             ("delta", f"{self.delta:.3g} (1/N = {1 / self.records:.3g})"),
             (
@@ -221,7 +246,10 @@ class Plan:
             ),
             ("records", f"{self.records} (this number is treated as public)"),
             ("sampling", self._sampling_in_words()),
-            ("steps", f"{self.steps} ({self.steps * self.sampling_rate:.3g} expected passes over the data)"),
+            (
+                "steps",
+                f"{self.steps} ({self.steps * self.sampling_rate:.3g} expected passes over the data)",
+            ),
             ("geometry", self.geometry),
             ("clipping", self._clipping_in_words()),
             ("noise", self._noise_in_words()),
@@ -247,7 +275,11 @@ class Plan:
         )
 
     def _clipping_in_words(self) -> str:
-        how = "" if self.clip_gamma is None else f" by the factor {self.clip:g} / (norm + {self.clip_gamma:g})"
+        how = (
+            ""
+            if self.clip_gamma is None
+            else f" by the factor {self.clip:g} / (norm + {self.clip_gamma:g})"
+        )
         return f"each record's mapped gradient to L2 norm {self.clip:g}{how}, over all trainable parameters at once"
 
     def _sampling_in_words(self) -> str:
@@ -256,21 +288,24 @@ class Plan:
             return f"Poisson: each record joins a step with probability {self.sampling_rate:.4g}, {expected}"
         return (
             f"{NAMES[self.sampling]}: {self.groups} random groups take turns, a record joins a step of its group with "
-            f"probability {self.rate_in_turn:.4g}, {expected}" + ("; not counted in its favour" if self.growth else "")
+            f"probability {self.rate_in_turn:.4g}, {expected}"
+            + ("; not counted in its favour" if self.growth else "")
         )
 
     def _noise_in_words(self) -> str:
         scale = f"{self.noise_multiplier:.4g} x {self.clip:g}"
         if self.noise == IDENTITY.name:
             return f"{self.noise}, standard deviation {scale} on the sum"
-        return (
-            f"{self.noise}, standard deviation {scale} x {self.noise_sensitivity:.4g} (its sensitivity) before mixing"
-        )
+        return f"{self.noise}, standard deviation {scale} x {self.noise_sensitivity:.4g} (its sensitivity) before mixing"
 
 
 @cache
-def _calibrated(mechanism: Mechanism, epsilon: float, delta: float, accountant: Accountant) -> float:
-    return calibrate_noise(lambda sigma: replace(mechanism, noise_multiplier=sigma), epsilon, delta, accountant)
+def _calibrated(
+    mechanism: Mechanism, epsilon: float, delta: float, accountant: Accountant
+) -> float:
+    return calibrate_noise(
+        lambda sigma: replace(mechanism, noise_multiplier=sigma), epsilon, delta, accountant
+    )
 
 
 def _preferred(noise: Factorization, turns: int) -> Sampling:
@@ -312,7 +347,10 @@ def _turns(
             )
         return noise.bands, noise.column_norm(steps), ()
     rounds = -(-steps // turns)
-    each = [noise.sensitivity(min(r * turns, steps), Participation(turns, r)).value for r in range(1, rounds + 1)]
+    each = [
+        noise.sensitivity(min(r * turns, steps), Participation(turns, r)).value
+        for r in range(1, rounds + 1)
+    ]
     return turns, each[-1], tuple(min(s / each[-1], 1.0) for s in each)
 
 
@@ -320,7 +358,9 @@ def read_clip(clip: float | AutomaticClipping) -> tuple[float, float | None]:
     """The norm C that bounds what a record can do, and γ of automatic clipping."""
     norm, gamma = (clip.norm, clip.gamma) if isinstance(clip, AutomaticClipping) else (clip, None)
     if not (isinstance(norm, Real) and norm > 0 and math.isfinite(norm)):
-        raise PrivacyError(f"clip={norm!r}: must be a positive, finite number, since it bounds what one record can do")
+        raise PrivacyError(
+            f"clip={norm!r}: must be a positive, finite number, since it bounds what one record can do"
+        )
     if norm < SMALLEST_CLIP:
         raise PrivacyError(
             f"clip={norm:g}: at least {SMALLEST_CLIP:g}; of smaller ones rounding errors would be a part. What the "
@@ -334,14 +374,20 @@ def read_clip(clip: float | AutomaticClipping) -> tuple[float, float | None]:
     return float(norm), gamma
 
 
-def batches(records: int, batch_size: int, epochs: float | None, steps: int | None) -> tuple[int, int]:
+def batches(
+    records: int, batch_size: int, epochs: float | None, steps: int | None
+) -> tuple[int, int]:
     """The expected batch size and the number of steps; give one of `epochs` and `steps`."""
     if records < 1:
         raise PrivacyError(f"the data set has {records} records; there is nothing to train on")
     if not isinstance(batch_size, Integral) or batch_size < 1:
-        raise PrivacyError(f"batch_size={batch_size!r}: must be a positive whole number (the expected batch size)")
+        raise PrivacyError(
+            f"batch_size={batch_size!r}: must be a positive whole number (the expected batch size)"
+        )
     if batch_size > records:
-        raise PrivacyError(f"batch_size={batch_size} exceeds the {records} records: the sampling rate would be above 1")
+        raise PrivacyError(
+            f"batch_size={batch_size} exceeds the {records} records: the sampling rate would be above 1"
+        )
     if (epochs is None) == (steps is None):
         raise PrivacyError("give exactly one of epochs and steps")
     if steps is None:

@@ -73,7 +73,9 @@ class Recipe:
         return AveragedModel(model, avg_fn=follow)
 
     def __rich__(self) -> Table:
-        table = Table(title="Recipe (no private data was used)", title_justify="left", pad_edge=False)
+        table = Table(
+            title="Recipe (no private data was used)", title_justify="left", pad_edge=False
+        )
         for heading in ("what", "value", "why"):
             table.add_column(heading, no_wrap=heading == "what")
         for row in self.reasons:
@@ -161,14 +163,42 @@ def recipe(
         decay=decay,
         noise_length=noise_length,
         reasons=(
-            ("epsilon, delta", f"{round_up(epsilon, 6)}, {run['delta']:.3g}", "given, or a tenth of 1 / records"),
-            ("batch size", f"{batch_size}", f"{steps} steps in {epochs:g} passes over {records} records"),
-            ("geometry", geometry.name, "probes tell which gradients are large; none of the records do"),
-            ("clip", f"{CLIP:g}", "most mapped gradients are longer, so it only sets the scale of the rate"),
+            (
+                "epsilon, delta",
+                f"{round_up(epsilon, 6)}, {run['delta']:.3g}",
+                "given, or a tenth of 1 / records",
+            ),
+            (
+                "batch size",
+                f"{batch_size}",
+                f"{steps} steps in {epochs:g} passes over {records} records",
+            ),
+            (
+                "geometry",
+                geometry.name,
+                "probes tell which gradients are large; none of the records do",
+            ),
+            (
+                "clip",
+                f"{CLIP:g}",
+                "most mapped gradients are longer, so it only sets the scale of the rate",
+            ),
             ("noise", chosen.factorization.name, _why(chosen, tried)),
-            ("optimizer", f"SGD, momentum {MOMENTUM:g}", "linear, so that correlated noise cancels"),
-            ("learning rate", f"{lr:.3g}", f"noise of length {noise_length:g} in each of {units} units' weights"),
-            ("averaged weights", f"decay {decay:.4g}", "the last tenth of the run; free post-processing"),
+            (
+                "optimizer",
+                f"SGD, momentum {MOMENTUM:g}",
+                "linear, so that correlated noise cancels",
+            ),
+            (
+                "learning rate",
+                f"{lr:.3g}",
+                f"noise of length {noise_length:g} in each of {units} units' weights",
+            ),
+            (
+                "averaged weights",
+                f"decay {decay:.4g}",
+                "the last tenth of the run; free post-processing",
+            ),
         ),
     )
 
@@ -194,7 +224,11 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 def _candidates(turns: int) -> list[Noise]:
     """Independent and optimised banded noise: one of these has the least error, or nearly so."""
-    return [noise for noise in recipes(MAX_BUFFERS, turns) if isinstance(noise, Independent | BandedToeplitz)]
+    return [
+        noise
+        for noise in recipes(MAX_BUFFERS, turns)
+        if isinstance(noise, Independent | BandedToeplitz)
+    ]
 
 
 def _why(chosen: Candidate, tried: list[Candidate]) -> str:
@@ -202,4 +236,6 @@ def _why(chosen: Candidate, tried: list[Candidate]) -> str:
         return "given"
     if chosen is tried[0]:
         return "no correlated noise leaves clearly less in the weights"
-    return f"leaves {chosen.rmse / tried[0].rmse:.2f} of what independent noise would in the weights"
+    return (
+        f"leaves {chosen.rmse / tried[0].rmse:.2f} of what independent noise would in the weights"
+    )

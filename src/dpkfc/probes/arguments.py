@@ -17,8 +17,14 @@ def whole(where: str, value: object, least: int) -> int:
 
 def real(where: str, value: float, least: float = -math.inf, above: float = -math.inf) -> float:
     """`value` if it is finite, at least `least` and greater than `above`."""
-    if not (isinstance(value, int | float) and math.isfinite(value) and value >= least and value > above):
-        bound = f" greater than {above:g}" if above > -math.inf else f" of at least {least:g}" * (least > -math.inf)
+    if not (
+        isinstance(value, int | float) and math.isfinite(value) and value >= least and value > above
+    ):
+        bound = (
+            f" greater than {above:g}"
+            if above > -math.inf
+            else f" of at least {least:g}" * (least > -math.inf)
+        )
         raise PrivacyError(f"{where}={value!r}: give a finite number{bound}")
     return value
 

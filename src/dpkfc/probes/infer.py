@@ -28,7 +28,9 @@ def infer_probe(model: nn.Module) -> Probe:
     shape = getattr(model, "input_shape", None)
     if shape is not None:
         return _from_shape(shape)
-    return _from_config(getattr(model, "config", None)) or _from_first_layer(model) or _refuse(model)
+    return (
+        _from_config(getattr(model, "config", None)) or _from_first_layer(model) or _refuse(model)
+    )
 
 
 def _from_shape(shape: Any) -> Probe:
@@ -44,11 +46,15 @@ def _from_config(config: Any) -> Probe | None:
     vocabulary = getattr(config, "vocab_size", None)
     image, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
     if isinstance(vocabulary, int) and image is None:
-        positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+        positions = getattr(config, "max_position_embeddings", None) or getattr(
+            config, "n_positions", None
+        )
         pad, cls, sep = (_token(config, name, vocabulary) for name in ("pad", "bos", "eos"))
         return Tokens(vocabulary, min(128, positions or 128), pad=pad, cls=cls, sep=sep)
     if vocabulary is None and image is not None and isinstance(channels, int):
-        return PinkNoise((channels, *(image if isinstance(image, tuple | list) else (image, image))))
+        return PinkNoise(
+            (channels, *(image if isinstance(image, tuple | list) else (image, image)))
+        )
     return None
 
 

@@ -52,14 +52,22 @@ class PinkNoise:
                 f"PinkNoise: shape={self.shape!r}: give (channels, *grid) with a 1-, 2- or 3-D grid, "
                 "such as (3, 32, 32); for flat features use Tabular(features)"
             )
-        object.__setattr__(self, "shape", tuple(whole("PinkNoise: each size in shape", size, 1) for size in self.shape))
+        object.__setattr__(
+            self,
+            "shape",
+            tuple(whole("PinkNoise: each size in shape", size, 1) for size in self.shape),
+        )
         real("PinkNoise: alpha", self.alpha, least=0)
         real("PinkNoise: std", self.std, above=0)
         real("PinkNoise: mean", self.mean)
         share("PinkNoise: channel_correlation", self.channel_correlation)
         whole("PinkNoise: count", self.count, 1)
-        if self.limits is not None and not (len(self.limits) == 2 and self.limits[0] < self.limits[1]):
-            raise PrivacyError(f"PinkNoise: limits={self.limits!r}: give (smallest, largest), such as (0, 1)")
+        if self.limits is not None and not (
+            len(self.limits) == 2 and self.limits[0] < self.limits[1]
+        ):
+            raise PrivacyError(
+                f"PinkNoise: limits={self.limits!r}: give (smallest, largest), such as (0, 1)"
+            )
         if self.classes is not None:
             whole("PinkNoise: classes", self.classes, 1)
         if math.prod(self.shape[1:]) == 1 and not self.dc:
@@ -77,7 +85,9 @@ class PinkNoise:
             shared = torch.randn(count, 1, *grid, generator=generator, dtype=torch.float32)
             white = math.sqrt(rho) * shared + math.sqrt(1 - rho) * white
         axes = tuple(range(2, white.dim()))
-        pink = torch.fft.irfftn(torch.fft.rfftn(white, dim=axes) * gain(grid, self.alpha, self.dc), s=grid, dim=axes)
+        pink = torch.fft.irfftn(
+            torch.fft.rfftn(white, dim=axes) * gain(grid, self.alpha, self.dc), s=grid, dim=axes
+        )
         size = pink.square().flatten(1).mean(1).sqrt().view(-1, *[1] * len(self.shape))
         images = pink * (self.std / size) + self.mean
         return Probes(images if self.limits is None else images.clamp(*self.limits))

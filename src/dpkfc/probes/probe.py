@@ -9,7 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-Inputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]  # called as model(x), model(*x), model(**x)
+Inputs = (
+    Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+)  # called as model(x), model(*x), model(**x)
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,18 @@ def split(probes: Probes, size: int) -> Iterator[Probes]:
 def to(probes: Probes, device: torch.device | str, dtype: torch.dtype) -> Probes:
     """The probes on `device`, floating-point inputs as `dtype`; ids, masks and targets keep their type."""
     moved = _each(probes, lambda tensor: tensor.to(device))
-    return replace(moved, inputs=_map(moved.inputs, lambda x: x.to(dtype) if x.is_floating_point() else x))
+    return replace(
+        moved, inputs=_map(moved.inputs, lambda x: x.to(dtype) if x.is_floating_point() else x)
+    )
 
 
 def token_ids(inputs: Inputs) -> Tensor | None:
     """The token ids among the inputs: `input_ids`, or else the first input, if it holds 32- or 64-bit integers."""
-    first = inputs["input_ids"] if isinstance(inputs, dict) and "input_ids" in inputs else tensors(inputs)[0]
+    first = (
+        inputs["input_ids"]
+        if isinstance(inputs, dict) and "input_ids" in inputs
+        else tensors(inputs)[0]
+    )
     return first if first.dtype in (torch.int32, torch.int64) else None
 
 
@@ -87,5 +95,7 @@ def _map(inputs: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
 
 
 def _each(probes: Probes, function: Callable[[Tensor], Tensor]) -> Probes:
-    targets, active = (tensor if tensor is None else function(tensor) for tensor in (probes.targets, probes.active))
+    targets, active = (
+        tensor if tensor is None else function(tensor) for tensor in (probes.targets, probes.active)
+    )
     return Probes(_map(probes.inputs, function), targets, active)

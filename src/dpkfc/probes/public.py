@@ -126,7 +126,9 @@ class Hybrid:
         return max(self.A.count, self.G.count)
 
     def draw(self, count: int, generator: torch.Generator) -> Probes:
-        raise PrivacyError("Hybrid has no probes of its own: draw from hybrid.A and hybrid.G, each for its own factor")
+        raise PrivacyError(
+            "Hybrid has no probes of its own: draw from hybrid.A and hybrid.G, each for its own factor"
+        )
 
 
 def check_apart(source: Any, private: Any) -> bool:
@@ -190,7 +192,9 @@ def _records(where: str, data: Any) -> Any:
                 f"{where}: dataset: the tensors have {[len(part) for part in tensors]} records: not equal"
             )
         data = Columns(dict(data)) if isinstance(data, Mapping) else TensorDataset(*tensors)
-    if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and isinstance(data, Sized)):
+    if isinstance(data, IterableDataset) or not (
+        hasattr(data, "__getitem__") and isinstance(data, Sized)
+    ):
         raise PrivacyError(
             f"{where}: dataset={type(data).__name__} has no length and no index: pass a map-style Dataset or tensors"
         )
@@ -200,7 +204,12 @@ def _records(where: str, data: Any) -> Any:
 
 
 def _draw(
-    where: str, dataset: Any, labels: bool, collate: Collate | None, count: int, generator: torch.Generator
+    where: str,
+    dataset: Any,
+    labels: bool,
+    collate: Collate | None,
+    count: int,
+    generator: torch.Generator,
 ) -> Probes:
     """Different records as long as there are enough; random transforms are seeded from `generator`, not globally."""
     whole(f"{where}.draw: count", count, 1)

@@ -45,7 +45,9 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
     """Of a batch or of a record: the last of two or more elements is the label; of a dict, `label` or `labels`."""
     if isinstance(batch, Mapping):
         found = [batch[name] for name in LABELS if name in batch]
-        return {name: value for name, value in batch.items() if name not in LABELS}, found[0] if found else None
+        return {name: value for name, value in batch.items() if name not in LABELS}, found[
+            0
+        ] if found else None
     if not isinstance(batch, tuple | list):
         return batch, None
     if len(batch) == 1:
@@ -104,7 +106,9 @@ def _in_random_order(several: list[tuple[Any, Rows, Rows]]) -> Iterator[tuple[An
         yield several[which[at]][0], int(rows[at]), int(places[at])
 
 
-def parts(data: Any, rows: Rows | None = None, places: Rows | None = None) -> Iterator[tuple[Any, Rows, Rows]]:
+def parts(
+    data: Any, rows: Rows | None = None, places: Rows | None = None
+) -> Iterator[tuple[Any, Rows, Rows]]:
     """The data sets that one is made of; of each, which rows are used, and their positions in the whole."""
     rows = np.arange(len(data)) if rows is None else rows
     places = np.arange(len(rows)) if places is None else places
@@ -149,13 +153,17 @@ def _leaves(value: Any) -> Iterator[tuple[int, bytes]]:
     elif isinstance(value, Tensor):
         dense = value if value.layout is torch.strided else value.to_dense()
         yield value.numel(), b"".join(map(bytes, _contents(dense.reshape(1, -1))))
-    elif isinstance(value, tuple | list) and not all(isinstance(item, int | float) for item in value):
+    elif isinstance(value, tuple | list) and not all(
+        isinstance(item, int | float) for item in value
+    ):
         for item in value:
             yield from _leaves(item)
     else:  # an array, an image, numbers
         array = np.asarray(value)
         if array.dtype.kind in "biuf":  # torch does not know all of them
-            yield from _leaves(torch.from_numpy(array.astype(np.float64 if array.dtype.kind == "f" else np.int64)))
+            yield from _leaves(
+                torch.from_numpy(array.astype(np.float64 if array.dtype.kind == "f" else np.int64))
+            )
 
 
 def _contents(values: Tensor) -> Iterator[Any]:
@@ -184,14 +192,18 @@ def _columns(data: Any) -> list[Tensor] | None:
     else:
         tensors = list(inputs) if isinstance(inputs, tuple) else [inputs]
     largest = max((tensor[0].numel() for tensor in tensors if len(tensor)), default=0)
-    return [tensor for tensor in tensors if len(tensor) and tensor[0].numel() == largest > 0] or None
+    return [
+        tensor for tensor in tensors if len(tensor) and tensor[0].numel() == largest > 0
+    ] or None
 
 
 def _hashed(columns: list[Tensor], rows: Rows) -> Iterator[bytes]:
     step = max(1, NUMBERS // sum(column[0].numel() for column in columns))
     for begin in range(0, len(rows), step):
         index = torch.from_numpy(rows[begin : begin + step])
-        chosen = [_contents(column[index.to(column.device)].reshape(len(index), -1)) for column in columns]
+        chosen = [
+            _contents(column[index.to(column.device)].reshape(len(index), -1)) for column in columns
+        ]
         if len(chosen) == 1:
             yield from map(_digest, chosen[0])
         else:

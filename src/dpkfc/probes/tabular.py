@@ -50,7 +50,9 @@ class Tabular:
                     f"Tabular: {where} has shape {tuple(given.shape)}: give one number, or features={self.features}"
                 )
             if not given.isfinite().all() or (where == "std" and (given <= 0).any()):
-                raise PrivacyError(f"Tabular: {where}: give finite numbers{' above 0' * (where == 'std')}")
+                raise PrivacyError(
+                    f"Tabular: {where}: give finite numbers{' above 0' * (where == 'std')}"
+                )
 
     @staticmethod
     def sparse(
@@ -65,7 +67,13 @@ class Tabular:
     ) -> SparseTabular:
         """Non-negative rows with `nonzeros` entries each, such as TF-IDF: see `SparseTabular`."""
         return SparseTabular(
-            features, nonzeros, exponent=exponent, normalise=normalise, order=order, classes=classes, count=count
+            features,
+            nonzeros,
+            exponent=exponent,
+            normalise=normalise,
+            order=order,
+            classes=classes,
+            count=count,
         )
 
     def draw(self, count: int, generator: torch.Generator) -> Probes:
@@ -74,7 +82,10 @@ class Tabular:
         if self.correlation:
             shared = torch.randn(count, 1, generator=generator, dtype=torch.float32)
             rows = math.sqrt(self.correlation) * shared + math.sqrt(1 - self.correlation) * rows
-        mean, std = (torch.as_tensor(value, dtype=torch.float32, device="cpu") for value in (self.mean, self.std))
+        mean, std = (
+            torch.as_tensor(value, dtype=torch.float32, device="cpu")
+            for value in (self.mean, self.std)
+        )
         return Probes(rows * std + mean)
 
 
@@ -112,10 +123,14 @@ class SparseTabular:
         if self.classes is not None:
             whole("SparseTabular: classes", self.classes, 1)
         if self.order is not None:
-            object.__setattr__(self, "order", distinct_ids("SparseTabular: order", self.order, self.features))
+            object.__setattr__(
+                self, "order", distinct_ids("SparseTabular: order", self.order, self.features)
+            )
         available = self.features if self.order is None else len(self.order)
         if whole("SparseTabular: nonzeros", self.nonzeros, 1) > available:
-            raise PrivacyError(f"SparseTabular: nonzeros={self.nonzeros}: a row has only {available} features to use")
+            raise PrivacyError(
+                f"SparseTabular: nonzeros={self.nonzeros}: a row has only {available} features to use"
+            )
 
     def draw(self, count: int, generator: torch.Generator) -> Probes:
         whole("SparseTabular.draw: count", count, 1)
@@ -123,7 +138,9 @@ class SparseTabular:
         often = zipf(len(columns), self.exponent)
         weight = (1 - torch.log(-torch.expm1(self.nonzeros * torch.log1p(-often)))).float()
         chosen = _without_replacement(often, count, self.nonzeros, generator)
-        values = torch.exp(torch.randn(count, self.nonzeros, generator=generator, dtype=torch.float32) / 2)
+        values = torch.exp(
+            torch.randn(count, self.nonzeros, generator=generator, dtype=torch.float32) / 2
+        )
         values = values * weight[chosen]
         if self.normalise:
             values = values / values.norm(dim=1, keepdim=True)

@@ -13,7 +13,8 @@ from dpkfc.errors import PrivacyError
 from dpkfc.probes.probe import Probes, token_ids
 
 Loss = (
-    Literal["cross_entropy", "mse", "bce", "masked_lm", "next_token"] | Callable[[Any, Probes, torch.Generator], Tensor]
+    Literal["cross_entropy", "mse", "bce", "masked_lm", "next_token"]
+    | Callable[[Any, Probes, torch.Generator], Tensor]
 )
 NAMES = ("cross_entropy", "mse", "bce", "masked_lm", "next_token")
 MASKED = 0.15  # of the active positions, as in BERT
@@ -44,7 +45,9 @@ def probe_losses(
     if callable(loss):
         return _checked(loss(output, probes, generator), len(probes))
     if loss not in NAMES:
-        raise PrivacyError(f"loss={loss!r}: give one of {', '.join(NAMES)}, or a function returning losses [batch]")
+        raise PrivacyError(
+            f"loss={loss!r}: give one of {', '.join(NAMES)}, or a function returning losses [batch]"
+        )
     logits = _logits(output, len(probes))
     if loss == "mse":
         return _mse(logits, probes, generator)
@@ -64,7 +67,9 @@ def probe_losses(
     return _next_token(logits, ids, probes, classes)
 
 
-def _cross_entropy(logits: Tensor, probes: Probes, generator: torch.Generator, classes: int | None) -> Tensor:
+def _cross_entropy(
+    logits: Tensor, probes: Probes, generator: torch.Generator, classes: int | None
+) -> Tensor:
     """``-log softmax(z)_y``, y uniform."""
     by_token = logits.dim() == 3 and token_ids(probes.inputs) is not None
     if by_token:
@@ -77,7 +82,9 @@ def _cross_entropy(logits: Tensor, probes: Probes, generator: torch.Generator, c
     _agree(classes, logits.shape[1])
     targets = probes.targets
     if targets is None:
-        targets = torch.randint(logits.shape[1], (len(logits), *logits.shape[2:]), generator=generator)
+        targets = torch.randint(
+            logits.shape[1], (len(logits), *logits.shape[2:]), generator=generator
+        )
     return _classified(logits, targets, _active(probes) if by_token else None)
 
 
@@ -100,7 +107,9 @@ def _bce(logits: Tensor, probes: Probes, generator: torch.Generator, classes: in
     return _sum(logits, losses, probes)
 
 
-def _masked_lm(logits: Tensor, ids: Tensor, probes: Probes, generator: torch.Generator, classes: int | None) -> Tensor:
+def _masked_lm(
+    logits: Tensor, ids: Tensor, probes: Probes, generator: torch.Generator, classes: int | None
+) -> Tensor:
     """Cross-entropy to uniform ids at the positions with the ``max(1, 0.15 ℓ)`` smallest of uniform numbers."""
     _agree(classes, logits.shape[2])
     if probes.targets is not None:
@@ -108,7 +117,9 @@ def _masked_lm(logits: Tensor, ids: Tensor, probes: Probes, generator: torch.Gen
     active = _active(probes)
     active = torch.ones(ids.shape, dtype=torch.bool) if active is None else active.cpu()
     wanted = (MASKED * active.sum(1, keepdim=True)).round().clamp(min=1)
-    score = torch.rand(ids.shape, generator=generator, dtype=torch.float32).masked_fill(~active, 2.0)
+    score = torch.rand(ids.shape, generator=generator, dtype=torch.float32).masked_fill(
+        ~active, 2.0
+    )
     chosen = (score.argsort(1).argsort(1) < wanted) & active
     targets = torch.randint(logits.shape[2], ids.shape, generator=generator)
     return _classified(logits.movedim(2, 1), targets, chosen)
@@ -118,7 +129,9 @@ def _next_token(logits: Tensor, ids: Tensor, probes: Probes, classes: int | None
     """Cross-entropy of the logits at t to the id at t + 1: public, since the probes are."""
     _agree(classes, logits.shape[2])
     if ids.shape[1] < 2:
-        raise PrivacyError("loss='next_token': sequences of length 1 have no next token: raise the probe's length")
+        raise PrivacyError(
+            "loss='next_token': sequences of length 1 have no next token: raise the probe's length"
+        )
     active = _active(probes)
     targets = ids if probes.targets is None else probes.targets
     if targets.shape != ids.shape:
@@ -126,7 +139,9 @@ def _next_token(logits: Tensor, ids: Tensor, probes: Probes, classes: int | None
             f"loss='next_token': targets of shape {tuple(targets.shape)} for ids of shape {tuple(ids.shape)}: "
             "give one target a token (they are shifted here), or pass labels=False"
         )
-    return _classified(logits[:, :-1].movedim(2, 1), targets[:, 1:], None if active is None else active[:, 1:])
+    return _classified(
+        logits[:, :-1].movedim(2, 1), targets[:, 1:], None if active is None else active[:, 1:]
+    )
 
 
 def _classified(logits: Tensor, targets: Tensor, counted: Tensor | None) -> Tensor:
@@ -143,7 +158,9 @@ def _classified(logits: Tensor, targets: Tensor, counted: Tensor | None) -> Tens
             f"the probes' targets range from {int(kept.min())} to {int(kept.max())}, but the model has "
             f"{logits.shape[1]} classes: pass labels=False for uniform ones"
         )
-    losses = F.cross_entropy(logits, targets.long(), reduction="none", ignore_index=IGNORED).reshape(len(logits), -1)
+    losses = F.cross_entropy(
+        logits, targets.long(), reduction="none", ignore_index=IGNORED
+    ).reshape(len(logits), -1)
     counts = (targets != IGNORED).reshape(len(logits), -1)
     if counted is not None:
         counts = counts & counted.to(logits.device)
@@ -205,7 +222,9 @@ def _agree(classes: int | None, found: int) -> None:
 def _checked(losses: Any, batch: int) -> Tensor:
     if not isinstance(losses, Tensor) or losses.shape != (batch,) or not losses.is_floating_point():
         is_tensor = isinstance(losses, Tensor)
-        shape = f"{losses.dtype} of shape {tuple(losses.shape)}" if is_tensor else type(losses).__name__
+        shape = (
+            f"{losses.dtype} of shape {tuple(losses.shape)}" if is_tensor else type(losses).__name__
+        )
         raise PrivacyError(
             f"loss= returned {shape} for {batch} probes: return one floating-point loss a probe, shape ({batch},), "
             "without a mean over the batch"

@@ -67,14 +67,22 @@ class Tokens:
         if self.classes is not None:
             whole("Tokens: classes", self.classes, 1)
         if self.frequencies not in ("zipf", "uniform"):
-            raise PrivacyError(f"Tokens: frequencies={self.frequencies!r}: give 'zipf' or 'uniform'")
+            raise PrivacyError(
+                f"Tokens: frequencies={self.frequencies!r}: give 'zipf' or 'uniform'"
+            )
         for where in ("cls", "sep", "pad"):
             value = getattr(self, where)
             if value is not None and whole(f"Tokens: {where}", value, 0) >= self.vocabulary:
-                raise PrivacyError(f"Tokens: {where}={value}: give an id below vocabulary={self.vocabulary}")
-        object.__setattr__(self, "special", distinct_ids("Tokens: special", self.special, self.vocabulary))
+                raise PrivacyError(
+                    f"Tokens: {where}={value}: give an id below vocabulary={self.vocabulary}"
+                )
+        object.__setattr__(
+            self, "special", distinct_ids("Tokens: special", self.special, self.vocabulary)
+        )
         if self.order is not None:
-            object.__setattr__(self, "order", distinct_ids("Tokens: order", self.order, self.vocabulary))
+            object.__setattr__(
+                self, "order", distinct_ids("Tokens: order", self.order, self.vocabulary)
+            )
         if not len(self._payload()):
             raise PrivacyError(
                 f"Tokens: vocabulary={self.vocabulary} holds nothing but special ids: "
@@ -85,7 +93,9 @@ class Tokens:
                 f"Tokens: length={self.length} is shorter than {self._shortest()}, which min_length={self.min_length} "
                 "or room for one token beside cls and sep asks for: raise length"
             )
-        object.__setattr__(self, "count", whole("Tokens: count", self.count or max(8, 2048 // self.length), 1))
+        object.__setattr__(
+            self, "count", whole("Tokens: count", self.count or max(8, 2048 // self.length), 1)
+        )
 
     @classmethod
     def from_tokenizer(
@@ -103,7 +113,11 @@ class Tokens:
 
         A tokenizer is a published file: one fitted on the private text would leak it.
         """
-        size = len(tokenizer) if hasattr(tokenizer, "__len__") else getattr(tokenizer, "vocab_size", None)
+        size = (
+            len(tokenizer)
+            if hasattr(tokenizer, "__len__")
+            else getattr(tokenizer, "vocab_size", None)
+        )
         if not isinstance(size, int):
             raise PrivacyError(
                 f"Tokens.from_tokenizer: tokenizer={type(tokenizer).__name__} has neither a length nor a vocab_size: "
@@ -152,8 +166,14 @@ class Tokens:
     def _payload(self) -> Tensor:
         """The ids a payload may hold, the most frequent first."""
         kept = torch.ones(self.vocabulary, dtype=torch.bool)
-        kept[[value for value in (self.cls, self.sep, self.pad, *self.special) if value is not None]] = False
-        ids = torch.arange(self.vocabulary) if self.order is None else torch.tensor(cast("tuple[int]", self.order))
+        kept[
+            [value for value in (self.cls, self.sep, self.pad, *self.special) if value is not None]
+        ] = False
+        ids = (
+            torch.arange(self.vocabulary)
+            if self.order is None
+            else torch.tensor(cast("tuple[int]", self.order))
+        )
         return ids.long()[kept[ids.long()]]
 
     def _shortest(self) -> int:

@@ -37,7 +37,9 @@ class TransformedProbe:
                 "put Through around each of its sources"
             )
         if not callable(self.transform):
-            raise PrivacyError(f"Through: transform={type(self.transform).__name__}: give a function of a batch")
+            raise PrivacyError(
+                f"Through: transform={type(self.transform).__name__}: give a function of a batch"
+            )
 
     @property
     def name(self) -> str:
@@ -57,5 +59,7 @@ class TransformedProbe:
             inputs = self.transform(probes.inputs)
         found = [len(tensor) for tensor in tensors(inputs)]
         if any(length != count for length in found):
-            raise PrivacyError(f"Through: transform made {found} records of {count} probes: it must keep them apart")
+            raise PrivacyError(
+                f"Through: transform made {found} records of {count} probes: it must keep them apart"
+            )
         return replace(probes, inputs=inputs)

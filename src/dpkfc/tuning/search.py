@@ -115,8 +115,12 @@ def tune(
     with _without_logs():
         study = _study(storage, name, direction)
         if BEGUN in study.user_attrs:
-            raise PrivacyError(f"study {name!r} in {storage} belongs to tune_privately: choose another name")
-        study.sampler = optuna.samplers.TPESampler(seed=None if seed is None else seed + len(study.trials))
+            raise PrivacyError(
+                f"study {name!r} in {storage} belongs to tune_privately: choose another name"
+            )
+        study.sampler = optuna.samplers.TPESampler(
+            seed=None if seed is None else seed + len(study.trials)
+        )
         done = len(_tries(study, "COMPLETE", "PRUNED"))
         bar = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         with _progress(TextColumn("{task.description}"), *bar) as progress:
@@ -124,13 +128,17 @@ def tune(
 
             def show(study: Study, trial: FrozenTrial) -> None:
                 best = _best(study)
-                progress.update(task, advance=1, description=f"best {_short(best.value)}" if best else "tuning")
+                progress.update(
+                    task, advance=1, description=f"best {_short(best.value)}" if best else "tuning"
+                )
 
             if done < tries:
                 study.optimize(scored, n_trials=tries - done, callbacks=[show])
     best = _best(study)
     if best is None:
-        raise PrivacyError(f"all {tries} tries were pruned, so there is no best one: prune less, or make more tries")
+        raise PrivacyError(
+            f"all {tries} tries were pruned, so there is no best one: prune less, or make more tries"
+        )
     return Tuned(dict(best.params), _score(best), study)
 
 
@@ -158,10 +166,14 @@ class Selected:
         return self.plan.delta
 
     def __rich__(self) -> Table:
-        table = Table(title="Private tuning", title_justify="left", show_header=False, pad_edge=False)
+        table = Table(
+            title="Private tuning", title_justify="left", show_header=False, pad_edge=False
+        )
         table.add_column(style="bold", no_wrap=True)
         table.add_column()
-        found = ", ".join(f"{name} {_short(value)}" for name, value in (self.settings or {}).items())
+        found = ", ".join(
+            f"{name} {_short(value)}" for name, value in (self.settings or {}).items()
+        )
         table.add_row("settings", "nothing was tried" if self.settings is None else found)
         if self.score is not None:
             table.add_row("score", _short(self.score))
@@ -225,7 +237,10 @@ def tune_privately(
             "the plan is that of a single run: make it with best_of, as in Plan.make(best_of=BestOf(10))"
         )
     optuna, key = _optuna(), first_key(seed)
-    with _without_logs(), _progress(SpinnerColumn(), TextColumn("tuning privately"), TimeElapsedColumn()) as progress:
+    with (
+        _without_logs(),
+        _progress(SpinnerColumn(), TextColumn("tuning privately"), TimeElapsedColumn()) as progress,
+    ):
         progress.add_task("", total=None)
         study = _study(storage, name, "maximize")
         study.pruner = optuna.pruners.NopPruner()
@@ -247,7 +262,9 @@ def tune_privately(
     return Selected(dict(best.params), _score(best), weights, plan, begun["run_id"])
 
 
-def _begin(study: Study, plan: Plan, ledger: Ledger | None, run_id: str | None, key: bytes) -> dict[str, Any]:
+def _begin(
+    study: Study, plan: Plan, ledger: Ledger | None, run_id: str | None, key: bytes
+) -> dict[str, Any]:
     """What was drawn and paid for: now, or when the study was begun.
 
     The charge comes first. A kill between the two leaves a charge for nothing; the other order could leave a study that
@@ -258,7 +275,9 @@ def _begin(study: Study, plan: Plan, ledger: Ledger | None, run_id: str | None, 
         _check_resume(f"study {study.study_name!r}", begun, plan, ledger, run_id)
         return begun
     if study.trials:
-        raise PrivacyError(f"study {study.study_name!r} holds tries of another tuning: choose another name")
+        raise PrivacyError(
+            f"study {study.study_name!r} holds tries of another tuning: choose another name"
+        )
     if ledger is not None:
         run_id = uuid.uuid4().hex if run_id is None else run_id
         if ledger.open_run(run_id, plan.mechanism, delta=plan.delta, unchecked=plan.unchecked):
@@ -269,7 +288,9 @@ def _begin(study: Study, plan: Plan, ledger: Ledger | None, run_id: str | None, 
         ledger.charge(run_id, plan.steps)
     assert plan.best_of is not None
     begun = {
-        "tries": plan.best_of.draw(np.random.default_rng(int.from_bytes(sub_key(key, "number of tries")))),
+        "tries": plan.best_of.draw(
+            np.random.default_rng(int.from_bytes(sub_key(key, "number of tries")))
+        ),
         "plan": plan.to_json(),
         "run_id": None if ledger is None else run_id,
         "weights": uuid.uuid4().hex,  # the folder of their files
@@ -279,7 +300,9 @@ def _begin(study: Study, plan: Plan, ledger: Ledger | None, run_id: str | None, 
     return begun
 
 
-def _check_resume(study: str, begun: dict[str, Any], plan: Plan, ledger: Ledger | None, run_id: str | None) -> None:
+def _check_resume(
+    study: str, begun: dict[str, Any], plan: Plan, ledger: Ledger | None, run_id: str | None
+) -> None:
     """The price of the study was charged for this plan, to this ledger."""
     if changed := [k for k, v in plan.to_json().items() if begun["plan"].get(k) != v]:
         raise PrivacyError(
@@ -287,10 +310,18 @@ def _check_resume(study: str, begun: dict[str, Any], plan: Plan, ledger: Ledger 
             "or choose another name"
         )
     if (ledger is None) != (begun["run_id"] is None) or run_id not in (None, begun["run_id"]):
-        paid = "without a ledger" if begun["run_id"] is None else f"as run {begun['run_id']!r} of a ledger"
-        raise PrivacyError(f"{study} was begun {paid}: go on with the same ledger and run_id, or choose another name")
+        paid = (
+            "without a ledger"
+            if begun["run_id"] is None
+            else f"as run {begun['run_id']!r} of a ledger"
+        )
+        raise PrivacyError(
+            f"{study} was begun {paid}: go on with the same ledger and run_id, or choose another name"
+        )
     if ledger is not None and ledger.charged(begun["run_id"]) < plan.steps:
-        raise PrivacyError(f"{study} was not charged to {ledger.path}: go on with the ledger that it was charged to")
+        raise PrivacyError(
+            f"{study} was not charged to {ledger.path}: go on with the ledger that it was charged to"
+        )
 
 
 def _try(
@@ -345,7 +376,9 @@ def _counted(study: Study, trial: Trial, begun: bool = False) -> Iterator[None]:
 
 def _checked(result: Any, plan: Plan) -> tuple[PrivateRun, float]:
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], PrivateRun)):
-        raise PrivacyError(f"the objective must return (private, score), not {type(result).__name__}")
+        raise PrivacyError(
+            f"the objective must return (private, score), not {type(result).__name__}"
+        )
     private, score = result
     if private.plan.mechanism != plan.mechanism:
         raise PrivacyError(
@@ -389,7 +422,9 @@ def _noisy(score: float, scale: float | None, key: bytes) -> float:
 def _weights(private: PrivateRun) -> Weights:
     optimizer = private.optimizer
     with optimizer.iterate() if isinstance(optimizer, DiSK) else nullcontext():
-        return {name: value.detach().cpu().clone() for name, value in private.model.state_dict().items()}
+        return {
+            name: value.detach().cpu().clone() for name, value in private.model.state_dict().items()
+        }
 
 
 def _write(folder: Path | None, number: int, weights: Weights) -> None:
@@ -416,7 +451,9 @@ def _read(folder: Path | None, best: FrozenTrial | None) -> Weights | None:
     try:
         return load_file(folder / f"{best.number}.safetensors")
     except OSError as problem:
-        raise PrivacyError(f"the weights of the best try so far are gone ({problem}): restore {folder}") from problem
+        raise PrivacyError(
+            f"the weights of the best try so far are gone ({problem}): restore {folder}"
+        ) from problem
 
 
 def _study(storage: Storage | None, name: str, direction: str) -> Study:
@@ -460,7 +497,9 @@ def _optuna() -> Any:
     try:
         import optuna
     except ImportError:
-        raise PrivacyError("tuning needs Optuna, which is not installed: pip install 'dpkfc[tune]'") from None
+        raise PrivacyError(
+            "tuning needs Optuna, which is not installed: pip install 'dpkfc[tune]'"
+        ) from None
     return optuna
 
 

@@ -68,13 +68,21 @@ def row(text: str, start: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("options", "delta"), [((), 1e-5), (("--delta", "1e-6"), 1e-6)])
-def test_every_run_and_the_total_are_shown(path: Path, options: tuple[str, ...], delta: float) -> None:
+def test_every_run_and_the_total_are_shown(
+    path: Path, options: tuple[str, ...], delta: float
+) -> None:
     code, out, _ = run("ledger", path, *options)
     assert code == 0
     first, second = PLAN.after(40), PLAN.after(2)
     cells = row(out, "first")
     assert cells[2:] == ["40/100", "1", "16", round_up(epsilon_spent([first], delta)), "closed"]
-    assert row(out, "second")[2:] == ["2/100", "1", "16", round_up(epsilon_spent([second], delta)), "open"]
+    assert row(out, "second")[2:] == [
+        "2/100",
+        "1",
+        "16",
+        round_up(epsilon_spent([second], delta)),
+        "open",
+    ]
     assert row(out, "third")[2:] == ["1/7", "0.25", "0", "inf", "open"]
     total = round_up(epsilon_spent([first, second], delta))
     assert f"all runs composed: epsilon = {total} at delta = {delta:g}, add-or-remove-one" in out
@@ -137,9 +145,13 @@ def test_help_has_an_example(arguments: tuple[str, ...]) -> None:
 def test_python_m_dpkfc_is_the_same_program(path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(dpkfc.__path__[0]).parent)}
     command = [sys.executable, "-m", "dpkfc", "ledger"]
-    done = subprocess.run([*command, str(path)], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [*command, str(path)], env=environment, capture_output=True, text=True, check=True
+    )
     assert "all runs composed" in done.stdout
-    failed = subprocess.run([*command, "/nowhere"], env=environment, capture_output=True, text=True, check=False)
+    failed = subprocess.run(
+        [*command, "/nowhere"], env=environment, capture_output=True, text=True, check=False
+    )
     assert failed.returncode == 2
     assert "Traceback" not in failed.stderr
 
@@ -152,24 +164,36 @@ def test_names_are_shown_as_they_are(name: str) -> None:
 
 
 def test_a_narrow_terminal_still_shows_the_total_on_one_line() -> None:
-    text = shown([LedgerRun("a long name for a run" * 3, "people", PLAN, 3, STARTED, False)], 1e-5, width=80)
-    assert "add-or-remove-one" in next(line for line in text.splitlines() if line.startswith("all runs composed"))
+    text = shown(
+        [LedgerRun("a long name for a run" * 3, "people", PLAN, 3, STARTED, False)], 1e-5, width=80
+    )
+    assert "add-or-remove-one" in next(
+        line for line in text.splitlines() if line.startswith("all runs composed")
+    )
 
 
 def test_a_correlated_run_shows_how_often_a_record_may_join() -> None:
     mechanism = Mechanism(0.25, 1.0, 40, True, 4)
     runs = [LedgerRun("r", "people", mechanism, 40, STARTED, False)]
-    assert "every 4" in shown(runs, 1e-5) and f"{round_up(epsilon_spent([mechanism], 1e-5))}" in shown(runs, 1e-5)
+    assert "every 4" in shown(
+        runs, 1e-5
+    ) and f"{round_up(epsilon_spent([mechanism], 1e-5))}" in shown(runs, 1e-5)
 
 
 def test_plan_compares_noises_and_states_the_privacy_of_the_best() -> None:
     options = ("--batch-size", 50, "--epochs", 2, "--epsilon", 6, "--max-buffers", 3)
     code, text, _ = run("plan", 1000, *options)
     assert code == 0
-    rows = [line for line in text.splitlines() if re.search(r"(Poisson|in turn) .* \d\.\d{3}\s*$", line)]
+    rows = [
+        line for line in text.splitlines() if re.search(r"(Poisson|in turn) .* \d\.\d{3}\s*$", line)
+    ]
     errors = [float(line.split()[-1]) for line in rows]
     (chosen,) = [line for line in rows if line.strip().startswith(">")]
-    assert len(rows) == 10 and errors[0] == 1.0 and float(chosen.split()[-1]) <= 1.01 * min(errors) < 0.95
+    assert (
+        len(rows) == 10
+        and errors[0] == 1.0
+        and float(chosen.split()[-1]) <= 1.01 * min(errors) < 0.95
+    )
     assert "anticorrelated" in chosen  # within 1 % of the best, and without buffers
     assert "6 after all 40 steps" in text and "add or remove one record" in text
 
@@ -201,7 +225,9 @@ def test_every_experiment_has_a_name() -> None:
     assert found == set(EXPERIMENTS.values())
 
 
-def test_an_interrupted_experiment_says_how_it_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_interrupted_experiment_says_how_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def interrupted(order: ReproduceOptions) -> None:
         raise KeyboardInterrupt
 
@@ -217,5 +243,9 @@ def test_a_device_that_is_not_there_is_refused(command: tuple[str, ...]) -> None
 
 
 def test_what_an_experiment_misses_is_said_in_one_line(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["reproduce", "fig2", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out")])
-    assert result.exit_code == 2 and "is missing" in result.stderr and "Traceback" not in result.stderr
+    result = CliRunner().invoke(
+        app, ["reproduce", "fig2", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out")]
+    )
+    assert (
+        result.exit_code == 2 and "is missing" in result.stderr and "Traceback" not in result.stderr
+    )

@@ -22,7 +22,20 @@ from dpkfc.app.workflow import doctor, run_folder
 from dpkfc.app.workflow import fit as training
 
 SCHEMA = '{"age": [0, 100], "sex": ["f", "m"], "ill": ["no", "yes"]}'
-QUICK = ("--epsilon", 3, "--delta", "1e-3", "--epochs", 1, "--batch-size", 20, "--noise", "independent", "--test", 0)
+QUICK = (
+    "--epsilon",
+    3,
+    "--delta",
+    "1e-3",
+    "--epochs",
+    1,
+    "--batch-size",
+    20,
+    "--noise",
+    "independent",
+    "--test",
+    0,
+)
 LEDGER = ("--ledger", "privacy.db")
 EPSILON = cache(dpkfc.Plan.epsilon)
 RNG = np.random.default_rng(0)
@@ -38,7 +51,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(training, "draw_pictures", lambda *arguments: None)
     monkeypatch.delenv("DPKFC_DATA", raising=False)
     monkeypatch.chdir(tmp_path)
-    rows = [f"{n},{n % 90},{'fm'[n % 2]},{('no', 'yes')[n % 90 > 45]},note {n % 7}" for n in range(60)]
+    rows = [
+        f"{n},{n % 90},{'fm'[n % 2]},{('no', 'yes')[n % 90 > 45]},note {n % 7}" for n in range(60)
+    ]
     Path("people.csv").write_text("\n".join(["id,age,sex,ill,said", *rows]))
     Path("schema.json").write_text(SCHEMA)
     return tmp_path
@@ -54,12 +69,18 @@ def images(folder: Path) -> None:
     for name in ("cat", "dog"):
         (folder / name).mkdir(parents=True)
         for number in range(30):
-            Image.fromarray(RNG.integers(0, 256, (9, 9), dtype=np.uint8)).save(folder / name / f"{number}.png")
+            Image.fromarray(RNG.integers(0, 256, (9, 9), dtype=np.uint8)).save(
+                folder / name / f"{number}.png"
+            )
 
 
 def test_a_table_from_draft_to_model() -> None:
     looked = run("data", "people.csv")
-    assert looked.exit_code == 0 and "60 records" in looked.stdout and "id, age, sex, ill, said" in looked.stdout
+    assert (
+        looked.exit_code == 0
+        and "60 records" in looked.stdout
+        and "id, age, sex, ill, said" in looked.stdout
+    )
     drafted = run("data", "people.csv", "--target", "ill", "--suggest-schema", "draft.json")
     assert drafted.exit_code == 0 and "NOT covered by any epsilon" in drafted.stdout
     assert json.loads(Path("draft.json").read_text())["age"] == [0, 60]
@@ -68,15 +89,30 @@ def test_a_table_from_draft_to_model() -> None:
     seen = run("data", "people.csv", "--target", "ill", "--schema", "schema.json")
     assert "for your eyes only: no" in seen.stdout and "taken as public" in seen.stdout
     trained = run(
-        "train", "people.csv", "--target", "ill", "--schema", "schema.json", *QUICK[:-1], 0.25, "--ledger", "privacy.db"
+        "train",
+        "people.csv",
+        "--target",
+        "ill",
+        "--schema",
+        "schema.json",
+        *QUICK[:-1],
+        0.25,
+        "--ledger",
+        "privacy.db",
     )
     assert trained.exit_code == 0, trained.output
-    assert "test accuracy" in trained.stdout and "epsilon does not protect the test records" in trained.stdout
+    assert (
+        "test accuracy" in trained.stdout
+        and "epsilon does not protect the test records" in trained.stdout
+    )
     assert "add or remove one record" in trained.stdout and "training loss" not in trained.stdout
     assert Path("runs/people/model.safetensors").exists()
     assert "people" in run("ledger", "privacy.db").stdout
     config = json.loads(Path("runs/people/config.json").read_text())
-    assert config["source"]["schema"] == json.loads(SCHEMA) and config["settings"]["dataset"] == "people"
+    assert (
+        config["source"]["schema"] == json.loads(SCHEMA)
+        and config["settings"]["dataset"] == "people"
+    )
 
 
 def test_categories_that_match_nothing_are_shown() -> None:
@@ -84,7 +120,10 @@ def test_categories_that_match_nothing_are_shown() -> None:
     seen = run("data", "people.csv", "--target", "ill", "--schema", "schema.json")
     lines = [line.strip("│| ").replace("│", " ").split() for line in seen.stdout.splitlines()]
     assert ["age", "0", "0", "9"] in lines and ["sex", "60", "0", "0"] in lines
-    assert "sex: no cell is a category of the schema" in seen.stdout and "for your eyes only" in seen.stdout
+    assert (
+        "sex: no cell is a category of the schema" in seen.stdout
+        and "for your eyes only" in seen.stdout
+    )
 
 
 def test_text_from_a_column() -> None:
@@ -111,8 +150,22 @@ def test_a_folder_of_images() -> None:
 
 def test_arrays_and_a_model_of_ones_own() -> None:
     np.savez("a.npz", x=RNG.random((60, 5)), y=np.arange(60) % 3)
-    Path("net.py").write_text("import torch\n\ndef net(shape, classes):\n    return torch.nn.Linear(*shape, classes)\n")
-    done = run("train", "a.npz", "--range", "0,1", "--model", "net.py:net", "--method", "sgd", "--lr", 0.1, *QUICK)
+    Path("net.py").write_text(
+        "import torch\n\ndef net(shape, classes):\n    return torch.nn.Linear(*shape, classes)\n"
+    )
+    done = run(
+        "train",
+        "a.npz",
+        "--range",
+        "0,1",
+        "--model",
+        "net.py:net",
+        "--method",
+        "sgd",
+        "--lr",
+        0.1,
+        *QUICK,
+    )
     assert done.exit_code == 0 and "net.py:net, 18 parameters, identity (DP-SGD)" in done.stdout
 
 
@@ -123,7 +176,17 @@ def test_ctrl_c_and_the_same_command_again(monkeypatch: pytest.MonkeyPatch) -> N
             signal.raise_signal(signal.SIGINT)
             yield stopping
 
-    command = ("train", "people.csv", "--target", "ill", "--schema", "schema.json", *QUICK, "--seed", 1)
+    command = (
+        "train",
+        "people.csv",
+        "--target",
+        "ill",
+        "--schema",
+        "schema.json",
+        *QUICK,
+        "--seed",
+        1,
+    )
     with monkeypatch.context() as patch:
         patch.setattr("dpkfc.app.workflow.fit.stoppable", pressed)
         stopped = run(*command)
@@ -136,7 +199,9 @@ def test_ctrl_c_and_the_same_command_again(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_ctrl_c_before_the_first_step_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpkfc.app.workflow.fit.joined", lambda *arguments: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(
+        "dpkfc.app.workflow.fit.joined", lambda *arguments: signal.raise_signal(signal.SIGINT)
+    )
     stopped = run("train", "people.csv", "--target", "ill", "--schema", "schema.json", *QUICK)
     assert stopped.exit_code == 130 and "nothing was begun or spent" in stopped.stdout
     assert not Path("runs").exists()
@@ -147,7 +212,16 @@ def test_ctrl_c_after_the_last_step_loses_nothing(monkeypatch: pytest.MonkeyPatc
         signal.raise_signal(signal.SIGINT)
         return 0
 
-    command = ("train", "people.csv", "--target", "ill", "--schema", "schema.json", *QUICK[:-1], 0.25)
+    command = (
+        "train",
+        "people.csv",
+        "--target",
+        "ill",
+        "--schema",
+        "schema.json",
+        *QUICK[:-1],
+        0.25,
+    )
     with monkeypatch.context() as patch:
         patch.setattr("dpkfc.app.workflow.fit.correct", pressed)
         stopped = run(*command, "--ledger", "privacy.db")
@@ -167,13 +241,74 @@ def test_ctrl_c_after_the_last_step_loses_nothing(monkeypatch: pytest.MonkeyPatc
             ("train", "people.csv", "--target", "ill", "--schema", "none.json", *QUICK),
             "schema none.json cannot be read",
         ),
-        (("train", "people.csv", "--target", "ill", "--schema", "people.csv", *QUICK), "is not JSON"),
-        (("train", "people.csv", "--target", "no", "--text", "said", "--classes", "a,b", *QUICK), "no column 'no'"),
-        (("train", "people.csv", "--target", "ill", "--text", "said", "--classes", "a,b", *QUICK), "is not one of"),
-        (("train", "people.csv", "--target", "ill", "--schema", "schema.json", "--model", "lstm", *QUICK), "lstm"),
-        (("train", "people.csv", "--target", "ill", "--schema", "schema.json", *QUICK, "--batch-size", 2), "size 2"),
-        (("train", "people.csv", "--target", "ill", "--schema", "schema.json", *QUICK, "--range", "1"), "--range 1"),
-        (("train", "people.csv", "--target", "ill", "--classes", 10**12, *QUICK), "--classes 1000000000000: a number"),
+        (
+            ("train", "people.csv", "--target", "ill", "--schema", "people.csv", *QUICK),
+            "is not JSON",
+        ),
+        (
+            ("train", "people.csv", "--target", "no", "--text", "said", "--classes", "a,b", *QUICK),
+            "no column 'no'",
+        ),
+        (
+            (
+                "train",
+                "people.csv",
+                "--target",
+                "ill",
+                "--text",
+                "said",
+                "--classes",
+                "a,b",
+                *QUICK,
+            ),
+            "is not one of",
+        ),
+        (
+            (
+                "train",
+                "people.csv",
+                "--target",
+                "ill",
+                "--schema",
+                "schema.json",
+                "--model",
+                "lstm",
+                *QUICK,
+            ),
+            "lstm",
+        ),
+        (
+            (
+                "train",
+                "people.csv",
+                "--target",
+                "ill",
+                "--schema",
+                "schema.json",
+                *QUICK,
+                "--batch-size",
+                2,
+            ),
+            "size 2",
+        ),
+        (
+            (
+                "train",
+                "people.csv",
+                "--target",
+                "ill",
+                "--schema",
+                "schema.json",
+                *QUICK,
+                "--range",
+                "1",
+            ),
+            "--range 1",
+        ),
+        (
+            ("train", "people.csv", "--target", "ill", "--classes", 10**12, *QUICK),
+            "--classes 1000000000000: a number",
+        ),
         (("data", "people.csv", "--suggest-schema", "draft.json"), "needs --target"),
         (("data", "people.csv", "other.csv"), "give one source, or write dpkfc data fetch NAME"),
         (("data", "fetch"), "a name of mnist, fashion-mnist"),
@@ -183,31 +318,69 @@ def test_ctrl_c_after_the_last_step_loses_nothing(monkeypatch: pytest.MonkeyPatc
         (("train", "people.csv", *QUICK, "--device", "toaster"), "--device toaster cannot be used"),
         (("train", "people.csv", *QUICK, "--lr", 1, "--rho", 1), "--lr and --rho"),
         (("train", "people.csv", *QUICK, "--seed", 10**23), "--seed 100000000000000000000000"),
-        (("train", "people.csv", *QUICK, "--budget", 8), "kept in a ledger: give --ledger FILE too"),
-        (("train", "people.csv", *QUICK, *LEDGER, "--budget", 0), "--budget 0: give EPSILON or EPSILON,DELTA"),
+        (
+            ("train", "people.csv", *QUICK, "--budget", 8),
+            "kept in a ledger: give --ledger FILE too",
+        ),
+        (
+            ("train", "people.csv", *QUICK, *LEDGER, "--budget", 0),
+            "--budget 0: give EPSILON or EPSILON,DELTA",
+        ),
         (("train", "people.csv", *QUICK, *LEDGER, "--budget", -1), "--budget -1: give EPSILON"),
         (("train", "people.csv", *QUICK, *LEDGER, "--budget", "nan"), "--budget nan: give EPSILON"),
         (("train", "people.csv", *QUICK, *LEDGER, "--budget", "inf"), "--budget inf: give EPSILON"),
-        (("train", "people.csv", *QUICK, *LEDGER, "--budget", "much"), "--budget much: give EPSILON"),
+        (
+            ("train", "people.csv", *QUICK, *LEDGER, "--budget", "much"),
+            "--budget much: give EPSILON",
+        ),
         (("train", "people.csv", *QUICK, *LEDGER, "--budget", "8,"), "--budget 8,: give EPSILON"),
         (("train", "people.csv", *QUICK, *LEDGER, "--budget", "8,0"), "--budget 8,0: give EPSILON"),
-        (("train", "people.csv", *QUICK, *LEDGER, "--budget", "8,1e-5,3"), "--budget 8,1e-5,3: give EPSILON"),
-        (("train", "people.csv", *QUICK, *LEDGER, "--budget", 2), "--budget 2 for all runs together is less than"),
-        (("train", "people.csv", *QUICK, *LEDGER, "--budget", "2,1e-3"), "--budget 2 for all runs together is less"),
-        (("train", "people.csv", *QUICK, "--records", 3), "--records 3: the public number of training records"),
+        (
+            ("train", "people.csv", *QUICK, *LEDGER, "--budget", "8,1e-5,3"),
+            "--budget 8,1e-5,3: give EPSILON",
+        ),
+        (
+            ("train", "people.csv", *QUICK, *LEDGER, "--budget", 2),
+            "--budget 2 for all runs together is less than",
+        ),
+        (
+            ("train", "people.csv", *QUICK, *LEDGER, "--budget", "2,1e-3"),
+            "--budget 2 for all runs together is less",
+        ),
+        (
+            ("train", "people.csv", *QUICK, "--records", 3),
+            "--records 3: the public number of training records",
+        ),
         (("train", "people.csv", *QUICK, "--records", -60), "--records -60: the public number"),
         (("demo", "--seed", -1), "--seed -1"),
         (("reproduce", "bsr-error", "--seed", 10**23), "--seed 100000000000000000000000"),
-        (("train", "people.csv", *QUICK, "--out", "people.csv"), "--out people.csv: people.csv is a file"),
-        (("train", "people.csv", *QUICK, "--out", "people.csv/x"), "people.csv is a file, and a folder is needed"),
-        (("data", "people.csv", "--target", "ill", "--suggest-schema", "no/s.json"), "there is no folder no"),
-        (("data", "people.csv", "--target", "ill", "--suggest-schema", 300 * "x"), "xxx: File name too long"),
+        (
+            ("train", "people.csv", *QUICK, "--out", "people.csv"),
+            "--out people.csv: people.csv is a file",
+        ),
+        (
+            ("train", "people.csv", *QUICK, "--out", "people.csv/x"),
+            "people.csv is a file, and a folder is needed",
+        ),
+        (
+            ("data", "people.csv", "--target", "ill", "--suggest-schema", "no/s.json"),
+            "there is no folder no",
+        ),
+        (
+            ("data", "people.csv", "--target", "ill", "--suggest-schema", 300 * "x"),
+            "xxx: File name too long",
+        ),
         (("report", "people.csv"), "people.csv is a file: give the folder"),
-        (("reproduce", "bsr-error", "--out", "people.csv"), "--out people.csv: people.csv is a file"),
+        (
+            ("reproduce", "bsr-error", "--out", "people.csv"),
+            "--out people.csv: people.csv is a file",
+        ),
         (("demo", "--out", "people.csv/x"), "--out people.csv/x"),
     ],
 )
-def test_an_error_is_one_line_and_spends_nothing(arguments: tuple[object, ...], message: str) -> None:
+def test_an_error_is_one_line_and_spends_nothing(
+    arguments: tuple[object, ...], message: str
+) -> None:
     done = run(*arguments)
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
     assert done.stderr.startswith("dpkfc: ") and message in done.stderr
@@ -254,7 +427,10 @@ def test_a_stated_number_of_records_hides_the_true_one() -> None:
         assert Path("all", file).read_text() == Path("one-less", file).read_text()
     results = [json.loads(Path(name, "result.json").read_text()) for name in ("all", "one-less")]
     assert {**results[0], "run": ""} == {**results[1], "run": ""}
-    assert results[0]["records"] == 64 and "records" not in json.loads(Path("all/plan.json").read_text())["unchecked"]
+    assert (
+        results[0]["records"] == 64
+        and "records" not in json.loads(Path("all/plan.json").read_text())["unchecked"]
+    )
     assert "number of records that was stated" in Path("all/report.html").read_text()
     Path("people.csv").write_text("\n".join(lines))
     assert run(*options, "--out", "counted").exit_code == 0
@@ -270,7 +446,11 @@ def test_the_result_names_the_run_of_the_ledger() -> None:
 
 def test_data_sets_that_go_by_a_name_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = run("data")
-    assert nowhere.exit_code == 0 and "set DPKFC_DATA" in nowhere.stdout and "dpkfc data fetch imdb" in nowhere.stdout
+    assert (
+        nowhere.exit_code == 0
+        and "set DPKFC_DATA" in nowhere.stdout
+        and "dpkfc data fetch imdb" in nowhere.stdout
+    )
     Path("pathmnist.npz").touch()
     listed = run("data", "--data-dir", ".")
     (line,) = (line for line in listed.stdout.splitlines() if " pathmnist " in line)
@@ -279,7 +459,9 @@ def test_data_sets_that_go_by_a_name_are_listed(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_data_set_is_fetched_into_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, Path]] = []
-    monkeypatch.setattr("dpkfc.app.readers.download.fetch", lambda name, place, console: asked.append((name, place)))
+    monkeypatch.setattr(
+        "dpkfc.app.readers.download.fetch", lambda name, place, console: asked.append((name, place))
+    )
     assert run("data", "fetch", "mnist", "--data-dir", "somewhere").exit_code == 0
     assert asked == [("mnist", Path("somewhere"))]
 
@@ -310,4 +492,7 @@ def test_a_data_set_name_that_resembles_a_known_one_is_told_in_one_line() -> Non
     assert run(*TABLE, *LEDGER, "--dataset", "people", "--out", "one").stderr == ""
     other = run(*TABLE, *LEDGER, "--dataset", "People", "--out", "two")
     assert other.exit_code == 0 and other.stderr.count("\n") == 1, other.stderr
-    assert other.stderr.startswith("dpkfc: data set 'People' is new") and "not composed" in other.stderr
+    assert (
+        other.stderr.startswith("dpkfc: data set 'People' is new")
+        and "not composed" in other.stderr
+    )

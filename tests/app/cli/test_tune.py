@@ -39,8 +39,26 @@ cli_train.register(app)
 cli_tune.register(app)
 
 EPSILON = cache(dpkfc.Plan.epsilon)
-QUICK = ("--range", "0,1", "--epsilon", 3, "--delta", "1e-3", "--noise", "independent", "--seed", 1, "--test", 0)
-WHOLE = ("--batch-size", 100, "--validation", "public.npz")  # all records in every step: quick to account for
+QUICK = (
+    "--range",
+    "0,1",
+    "--epsilon",
+    3,
+    "--delta",
+    "1e-3",
+    "--noise",
+    "independent",
+    "--seed",
+    1,
+    "--test",
+    0,
+)
+WHOLE = (
+    "--batch-size",
+    100,
+    "--validation",
+    "public.npz",
+)  # all records in every step: quick to account for
 PRIVATE = ("tune", "a.npz", *QUICK, *WHOLE, "--epochs", 3, "--tries", 2, "--out", "run")
 PUBLIC = ("tune", "a.npz", *QUICK, *WHOLE, "--epochs", "2,4", "--public", "--out", "run")
 
@@ -80,9 +98,14 @@ def run(*arguments: object) -> Result:
 
 
 def some(records: int) -> Loaded:
-    x, y = torch.rand(records, 3, generator=torch.Generator().manual_seed(0)), torch.arange(records) % 2
+    x, y = (
+        torch.rand(records, 3, generator=torch.Generator().manual_seed(0)),
+        torch.arange(records) % 2,
+    )
     x[10], y[10] = x[11], y[11]  # two are alike
-    return Loaded(TensorDataset(x, y), None, "tabular", (3,), 2, ("0", "1"), (), dpkfc.probes.Tabular(3))
+    return Loaded(
+        TensorDataset(x, y), None, "tabular", (3,), 2, ("0", "1"), (), dpkfc.probes.Tabular(3)
+    )
 
 
 # On public data
@@ -117,10 +140,15 @@ def test_only_the_best_private_try_is_left(tried: list[float]) -> None:
     assert len(tried) == 3 and result["selection"]["settings"] == {"rho": pytest.approx(best)}
     files = {file.name for file in Path("run").iterdir()}
     assert files == {"config.json", "plan.json", "result.json", "model.safetensors", "report.html"}
-    everything = done.output + "".join(Path("run", name).read_text() for name in files - {"model.safetensors"})
+    everything = done.output + "".join(
+        Path("run", name).read_text() for name in files - {"model.safetensors"}
+    )
     for other in set(tried) - {best}:
         assert f"{other:.3g}" not in everything and f"{30 - abs(other - 2):.1f}" not in everything
-    assert "rho " + f"{best:.3g}" in done.stdout and f"{30 - abs(best - 2):.1f} right of 40 public" in done.stdout
+    assert (
+        "rho " + f"{best:.3g}" in done.stdout
+        and f"{30 - abs(best - 2):.1f} right of 40 public" in done.stdout
+    )
     (charged,) = read(Path("privacy.db"))
     assert charged.closed and charged.charged == charged.mechanism.steps == result["steps"]
     assert charged.mechanism.best_of == dpkfc.tuning.BestOf(2)
@@ -139,7 +167,9 @@ def test_a_budget_caps_the_tunings_of_a_data_set(tried: list[float]) -> None:
     assert json.loads(Path("run/result.json").read_text())["run"] == charged.run_id
     assert "is wrong" not in Path("run/report.html").read_text()
     second = run(*PRIVATE, "--ledger", "privacy.db", "--out", "second")
-    assert second.exit_code == 2 and "3.5 is allowed" in second.stderr and not Path("second").exists()
+    assert (
+        second.exit_code == 2 and "3.5 is allowed" in second.stderr and not Path("second").exists()
+    )
     for options, message in (
         ((*PRIVATE, "--budget", 8), "give --ledger FILE too"),
         ((*PRIVATE, "--ledger", "other.db", "--budget", "x"), "--budget x: give EPSILON"),
@@ -150,13 +180,17 @@ def test_a_budget_caps_the_tunings_of_a_data_set(tried: list[float]) -> None:
     assert not Path("other.db").exists()
 
 
-def test_the_released_weights_are_those_of_the_best_try(tried: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_released_weights_are_those_of_the_best_try(
+    tried: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept: dict[float, dict[str, torch.Tensor]] = {}
     run_ = tuning_runs.Work.run
 
     def keeping(self: tuning_runs.Work, recipe: Any, number: int) -> Any:
         private = run_(self, recipe, number)
-        kept[tried[-1]] = {name: value.clone() for name, value in private.model.state_dict().items()}
+        kept[tried[-1]] = {
+            name: value.clone() for name, value in private.model.state_dict().items()
+        }
         return private
 
     monkeypatch.setattr(tuning_runs.Work, "run", keeping)
@@ -169,15 +203,24 @@ def test_the_released_weights_are_those_of_the_best_try(tried: list[float], monk
 
 def test_epsilon_is_the_price_of_the_whole_by_another_accountant(tried: list[float]) -> None:
     """Held-out private records: the noise on the score is priced in."""
-    held_out = run(*PRIVATE, "--batch-size", 20, "--epochs", 1, "--validation", "0.3", "--score-noise", 20)
+    held_out = run(
+        *PRIVATE, "--batch-size", 20, "--epochs", 1, "--validation", "0.3", "--score-noise", 20
+    )
     assert held_out.exit_code == 0, held_out.output
-    result, plan = (json.loads(Path("run", f"{name}.json").read_text()) for name in ("result", "plan"))
+    result, plan = (
+        json.loads(Path("run", f"{name}.json").read_text()) for name in ("result", "plan")
+    )
     rate = plan["batch_size"] / plan["records"]
     step = dp.PoissonSampledDpEvent(rate, dp.GaussianDpEvent(plan["noise_multiplier"]))
-    one = dp.ComposedDpEvent([dp.SelfComposedDpEvent(step, plan["steps"]), dp.GaussianDpEvent(20.0)])
+    one = dp.ComposedDpEvent(
+        [dp.SelfComposedDpEvent(step, plan["steps"]), dp.GaussianDpEvent(20.0)]
+    )
     accountant = RdpAccountant(neighboring_relation=dp.NeighboringRelation.ADD_OR_REMOVE_ONE)
     accountant.compose(RepeatAndSelectDpEvent(one, 2.0, 1.0))
-    assert result["epsilon"] == pytest.approx(accountant.get_epsilon(1e-3), rel=1e-3) and result["epsilon"] <= 3
+    assert (
+        result["epsilon"] == pytest.approx(accountant.get_epsilon(1e-3), rel=1e-3)
+        and result["epsilon"] <= 3
+    )
     assert "plus noise of 20, priced in" in held_out.stdout
     assert "nearly by lot" in held_out.stdout, "20 is much beside some 30 records"
     assert 50 <= plan["records"] <= 90, "70 are expected, without those of the validation"
@@ -185,24 +228,38 @@ def test_epsilon_is_the_price_of_the_whole_by_another_accountant(tried: list[flo
 
 def test_the_learning_rate_is_that_of_the_noise_which_there_is() -> None:
     """ρ = lr · clip · rmse · √(parameters / units), with momentum .9, by hand."""
-    settings = training.Settings(epsilon=3.0, delta=1e-3, epochs=3, batch_size=100, noise="independent")
+    settings = training.Settings(
+        epsilon=3.0, delta=1e-3, epochs=3, batch_size=100, noise="independent"
+    )
     held_out = hold_out(some(100), "public.npz", lambda path: some(20))
-    work = tuning_runs.prepare(held_out, settings, {"rho": Spread(1, 4)}, training.Console(quiet=True))
+    work = tuning_runs.prepare(
+        held_out, settings, {"rho": Spread(1, 4)}, training.Console(quiet=True)
+    )
     found, plan = tuning_runs.priced(work, dpkfc.tuning.BestOf(2))
-    ways = [sum(sum(0.9**k for k in range(j)) ** 2 for j in range(1, t + 1)) for t in range(1, plan.steps + 1)]
+    ways = [
+        sum(sum(0.9**k for k in range(j)) ** 2 for j in range(1, t + 1))
+        for t in range(1, plan.steps + 1)
+    ]
     rmse = plan.noise_multiplier / 100 * math.sqrt(sum(ways) / plan.steps)
     assert found.lr * rmse * math.sqrt(8 / 2) == pytest.approx(2.0, rel=1e-3)
-    assert plan.noise_multiplier > dpkfc.Plan.make(**_single(plan)).noise_multiplier, "a choice costs more than a run"
-    assert found.arguments["options"].best_of == dpkfc.tuning.BestOf(2) and found.arguments["epsilon"] == 3.0
+    assert plan.noise_multiplier > dpkfc.Plan.make(**_single(plan)).noise_multiplier, (
+        "a choice costs more than a run"
+    )
+    assert (
+        found.arguments["options"].best_of == dpkfc.tuning.BestOf(2)
+        and found.arguments["epsilon"] == 3.0
+    )
 
 
 def _single(plan: dpkfc.Plan) -> dict[str, Any]:
-    return {name: getattr(plan, name) for name in ("records", "batch_size", "steps", "clip", "delta")} | {
-        "epsilon": 3.0
-    }
+    return {
+        name: getattr(plan, name) for name in ("records", "batch_size", "steps", "clip", "delta")
+    } | {"epsilon": 3.0}
 
 
-def test_an_interrupted_tuning_goes_on_and_pays_once(tried: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_tuning_goes_on_and_pays_once(
+    tried: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     spied = tuning_runs.Work.run
 
     def interrupted(self: tuning_runs.Work, recipe: Any, number: int) -> Any:
@@ -214,7 +271,11 @@ def test_an_interrupted_tuning_goes_on_and_pays_once(tried: list[float], monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(tuning_runs.Work, "run", interrupted)
         stopped = run(*command)
-    assert stopped.exit_code == 130 and "The same command goes on" in stopped.stdout and len(tried) == 2
+    assert (
+        stopped.exit_code == 130
+        and "The same command goes on" in stopped.stdout
+        and len(tried) == 2
+    )
     assert not Path("run/result.json").exists() and Path("run/secret").stat().st_mode & 0o077 == 0
     other = run(*command, "--rho", "1,2")
     assert other.exit_code == 2 and "another tuning" in other.stderr
@@ -237,7 +298,9 @@ def test_a_budget_that_does_not_suffice_leaves_nothing_behind(tried: list[float]
     assert {file.name for file in Path().iterdir()} == {"a.npz", "public.npz", "privacy.db"}
 
 
-def test_an_interrupted_release_is_repeated(tried: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_release_is_repeated(
+    tried: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = (*PRIVATE, "--ledger", "privacy.db", "--test", "public.npz")
 
     def interrupted(*arguments: object) -> int:
@@ -269,7 +332,11 @@ def test_a_file_is_no_folder(tried: list[float], command: tuple[object, ...]) ->
 def test_a_folder_is_for_one_process(tried: list[float], command: tuple[object, ...]) -> None:
     with locked(Path("run")):
         refused = run(*command)
-    assert refused.exit_code == 2 and "another process is training in run" in refused.stderr and not tried
+    assert (
+        refused.exit_code == 2
+        and "another process is training in run" in refused.stderr
+        and not tried
+    )
 
 
 # What is held out
@@ -287,7 +354,9 @@ def test_one_record_less_moves_no_other() -> None:
 
     for gone in (0, 10, 199):
         rest = [place for place in range(200) if place != gone]
-        smaller = replace(whole, train=TensorDataset(*(tensor[rest] for tensor in whole.train.tensors)))
+        smaller = replace(
+            whole, train=TensorDataset(*(tensor[rest] for tensor in whole.train.tensors))
+        )
         before, after = members(parts), members(hold_out(smaller, "0.25", lambda path: whole))
         assert not after - before and (before - after).total() == 1
 

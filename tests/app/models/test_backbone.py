@@ -17,14 +17,38 @@ from torch.utils.data import TensorDataset
 
 import dpkfc
 from dpkfc.app.models import backbone
-from dpkfc.app.models.backbone import WAYS, classifier, features, image_encoder, parse, text_encoder, tokenizer
+from dpkfc.app.models.backbone import (
+    WAYS,
+    classifier,
+    features,
+    image_encoder,
+    parse,
+    text_encoder,
+    tokenizer,
+)
 from dpkfc.app.models.default import build
 from dpkfc.app.readers.sources import load
 from dpkfc.app.workflow.fit import Settings, fit
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "a", "mat", "and", "saw", "it", "all"]
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "and",
+    "saw",
+    "it",
+    "all",
+]
 TEXTS = ["the cat sat on a mat", "a mat", "it saw the cat and all it sat on"]
 
 
@@ -51,10 +75,17 @@ def vit(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("vit")
     torch.manual_seed(0)
     config = transformers.ViTConfig(
-        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=12, image_size=8, patch_size=4
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=12,
+        image_size=8,
+        patch_size=4,
     )
     transformers.ViTModel(config).save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text('{"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}')
+    (folder / "preprocessor_config.json").write_text(
+        '{"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}'
+    )
     return str(folder)
 
 
@@ -75,9 +106,9 @@ def test_a_text_is_read_without_its_padding(bert: str) -> None:
 def test_an_image_is_normalised_as_its_model_says(vit: str, channels: int) -> None:
     encoder = image_encoder(vit).eval()
     images = torch.rand(2, channels, 8, 8)
-    pixels = (images.expand(-1, 3, -1, -1) - torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1)) / torch.tensor(
-        [0.4, 0.5, 0.6]
-    ).view(3, 1, 1)
+    pixels = (
+        images.expand(-1, 3, -1, -1) - torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1)
+    ) / torch.tensor([0.4, 0.5, 0.6]).view(3, 1, 1)
     hidden = transformers.ViTModel.from_pretrained(vit).eval()(pixels).last_hidden_state.mean(1)
     torch.testing.assert_close(encoder(images), F.layer_norm(hidden, (8,)))
 
@@ -88,7 +119,9 @@ def trainable(model: nn.Module) -> set[str]:
 
 @pytest.mark.parametrize("kind", ["text", "images"])
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_trained_is_what_was_asked_for_and_learns_privately(bert: str, vit: str, way: str, kind: str) -> None:
+def test_what_is_trained_is_what_was_asked_for_and_learns_privately(
+    bert: str, vit: str, way: str, kind: str
+) -> None:
     torch.manual_seed(1)
     if kind == "text":
         encode, probe = tokenizer(bert)
@@ -107,7 +140,9 @@ def test_what_is_trained_is_what_was_asked_for_and_learns_privately(bert: str, v
     elif way == "lora":
         assert all("lora_" in name for name in names - {"1.weight", "1.bias"}) and len(names) > 2
     else:
-        assert all("lora_" not in name for name in names) and any("attention" in name for name in names)
+        assert all("lora_" not in name for name in names) and any(
+            "attention" in name for name in names
+        )
     assert not model(x).any(), "it begins with no preference"
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -127,7 +162,9 @@ def test_what_is_trained_is_what_was_asked_for_and_learns_privately(bert: str, v
         optimizer.step()
         optimizer.zero_grad()
     private.detach()
-    moved = {name for name, parameter in model.named_parameters() if not parameter.equal(before[name])}
+    moved = {
+        name for name, parameter in model.named_parameters() if not parameter.equal(before[name])
+    }
     assert moved == names
 
 
@@ -150,7 +187,9 @@ def test_token_noise_is_of_the_models_own_ids(bert: str) -> None:
     assert encoder(ids).shape == (50, 8)
 
 
-def test_a_tokenizer_without_padding_pads_with_its_end(bert: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_without_padding_pads_with_its_end(
+    bert: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = transformers.BertTokenizer.from_pretrained(bert)
     made.pad_token, made.eos_token = None, "[SEP]"
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda path: made)
@@ -166,7 +205,9 @@ def test_a_tokenizer_without_padding_pads_with_its_end(bert: str, monkeypatch: p
 class Timm:
     """What is used of timm: a network that pools itself, and what it says of pixels."""
 
-    data = SimpleNamespace(resolve_model_data_config=lambda model: {"mean": (0.5,) * 3, "std": (0.25,) * 3})
+    data = SimpleNamespace(
+        resolve_model_data_config=lambda model: {"mean": (0.5,) * 3, "std": (0.25,) * 3}
+    )
 
     @staticmethod
     def create_model(name: str, pretrained: bool, num_classes: int) -> nn.Module:
@@ -181,8 +222,12 @@ def test_a_model_of_timm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", Timm)  # type: ignore[arg-type]
     encoder = image_encoder("timm/tiny")
     images = torch.rand(2, 3, 9, 9)
-    torch.testing.assert_close(encoder(images), F.layer_norm(encoder.backbone((images - 0.5) / 0.25), (5,)))
-    with pytest.raises(dpkfc.PrivacyError, match="timm/huge is not a model that can be loaded here"):
+    torch.testing.assert_close(
+        encoder(images), F.layer_norm(encoder.backbone((images - 0.5) / 0.25), (5,))
+    )
+    with pytest.raises(
+        dpkfc.PrivacyError, match="timm/huge is not a model that can be loaded here"
+    ):
         image_encoder("timm/huge")
 
 
@@ -209,10 +254,17 @@ class Fixed(nn.Module):
     [
         ("transformers", lambda: text_encoder("x", 0)),
         ("timm", lambda: image_encoder("timm/x")),
-        ("peft", lambda: classifier(backbone.ImageEncoder(nn.Linear(2, 2), 2, (0.0,), (1.0,)), 2, "lora")),
+        (
+            "peft",
+            lambda: classifier(
+                backbone.ImageEncoder(nn.Linear(2, 2), 2, (0.0,), (1.0,)), 2, "lora"
+            ),
+        ),
     ],
 )
-def test_a_missing_package_is_named(missing: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(
+    missing: str, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(dpkfc.PrivacyError, match=f"pip install {missing}"):
         make()
@@ -230,24 +282,46 @@ def test_names() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_from_a_table_of_texts_to_a_private_model(bert: str, tmp_path: Path, way: str) -> None:
-    rows = [f"{'the cat sat' if place % 2 else 'a mat and all'} {place % 5},{place % 2}" for place in range(60)]
+    rows = [
+        f"{'the cat sat' if place % 2 else 'a mat and all'} {place % 5},{place % 2}"
+        for place in range(60)
+    ]
     (tmp_path / "texts.csv").write_text("\n".join(["said,ill", *rows]))
-    loaded = load(tmp_path / "texts.csv", text="said", target="ill", classes=("0", "1"), tokenizer=bert)
+    loaded = load(
+        tmp_path / "texts.csv", text="said", target="ill", classes=("0", "1"), tokenizer=bert
+    )
     assert loaded.shape == (12,) and loaded.train.tensors[0].dtype == torch.long
     settings = Settings(
-        epsilon=8.0, delta=1e-3, epochs=2, batch_size=20, noise="independent", seed=0, model=f"{way}:{bert}"
+        epsilon=8.0,
+        delta=1e-3,
+        epochs=2,
+        batch_size=20,
+        noise="independent",
+        seed=0,
+        model=f"{way}:{bert}",
     )
     assert fit(loaded, settings, tmp_path / "run", console=Console(quiet=True))
     assert (tmp_path / "run" / "result.json").is_file()
 
 
 def test_from_images_to_a_private_model(vit: str, tmp_path: Path) -> None:
-    images, labels = np.random.default_rng(0).integers(0, 256, (60, 8, 8), dtype=np.uint8), np.arange(60) % 2
+    images, labels = (
+        np.random.default_rng(0).integers(0, 256, (60, 8, 8), dtype=np.uint8),
+        np.arange(60) % 2,
+    )
     np.savez(tmp_path / "scans.npz", images=images, labels=labels)
     settings = Settings(
-        epsilon=8.0, delta=1e-3, epochs=1, batch_size=20, noise="independent", seed=0, model=f"frozen:{vit}"
+        epsilon=8.0,
+        delta=1e-3,
+        epochs=1,
+        batch_size=20,
+        noise="independent",
+        seed=0,
+        model=f"frozen:{vit}",
     )
-    assert fit(load(tmp_path / "scans.npz"), settings, tmp_path / "run", console=Console(quiet=True))
+    assert fit(
+        load(tmp_path / "scans.npz"), settings, tmp_path / "run", console=Console(quiet=True)
+    )
     with pytest.raises(dpkfc.PrivacyError, match="does not take inputs of shape"):
         build(f"full:{vit}", "images", (1, 9, 9), 2, dpkfc.probes.PinkNoise((1, 9, 9)))
 
@@ -255,5 +329,7 @@ def test_from_images_to_a_private_model(vit: str, tmp_path: Path) -> None:
 def test_what_does_not_go_together(bert: str) -> None:
     with pytest.raises(dpkfc.PrivacyError, match="not for tabular data"):
         build(f"lora:{bert}", "tabular", (4,), 2, dpkfc.probes.Tabular(4))
-    with pytest.raises(dpkfc.PrivacyError, match="the texts are hashed words: load with tokenizer="):
+    with pytest.raises(
+        dpkfc.PrivacyError, match="the texts are hashed words: load with tokenizer="
+    ):
         build(f"lora:{bert}", "text", (64,), 2, dpkfc.probes.Tabular(64))

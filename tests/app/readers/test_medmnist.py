@@ -12,7 +12,9 @@ from dpkfc.app.readers.medmnist import CLASSES, medmnist
 from dpkfc.errors import PrivacyError
 
 
-def write(folder: Path, name: str, channels: tuple[int, ...], parts: tuple[str, ...]) -> dict[str, np.ndarray]:
+def write(
+    folder: Path, name: str, channels: tuple[int, ...], parts: tuple[str, ...]
+) -> dict[str, np.ndarray]:
     rng, arrays = np.random.default_rng(0), {}
     for part, count in zip(parts, (7, 3, 5), strict=False):
         arrays[f"{part}_images"] = rng.integers(0, 256, (count, 28, 28, *channels), dtype=np.uint8)
@@ -22,7 +24,9 @@ def write(folder: Path, name: str, channels: tuple[int, ...], parts: tuple[str, 
 
 
 @pytest.mark.parametrize(("name", "channels"), [("pathmnist", (3,)), ("pneumoniamnist", ())])
-def test_images_and_labels_are_those_of_the_file(tmp_path: Path, name: str, channels: tuple[int, ...]) -> None:
+def test_images_and_labels_are_those_of_the_file(
+    tmp_path: Path, name: str, channels: tuple[int, ...]
+) -> None:
     arrays = write(tmp_path, name, channels, ("train", "val", "test"))
     for part, found in zip(("train", "test"), medmnist(name, tmp_path), strict=True):
         x, y = found.tensors

@@ -36,7 +36,12 @@ def test_a_table_by_its_schema(tmp_path: Path) -> None:
     expected = [[0, 1, 0], [1, 0, 1], [0, 0, 0], [-1, 0, 0], [-0.5, 1, 0]]
     assert found.train.tensors[0].tolist() == expected
     assert found.train.tensors[1].tolist() == [0, 1, 0, 1, 0]
-    assert (found.kind, found.shape, found.classes, found.names) == ("tabular", (3,), 2, ("no", "yes"))
+    assert (found.kind, found.shape, found.classes, found.names) == (
+        "tabular",
+        (3,),
+        2,
+        ("no", "yes"),
+    )
     assert found.test is None and any("'id'" in remark for remark in found.remarks)
     assert any("classes is taken as public" in remark for remark in found.remarks)
 
@@ -66,10 +71,16 @@ def test_parquet(tmp_path: Path) -> None:
     columns = {"age": [50, None, 25.5], "sex": ["f", "m", None], "ill": ["no", "yes", "no"]}
     parquet.write_table(arrow.table(columns), tmp_path / "people.parquet")
     found = load(tmp_path / "people.parquet", target="ill", schema=SCHEMA, test=0)
-    assert found.train.tensors[0].tolist() == [[0, 1, 0], [0, 0, 1], [torch.tensor(-0.49).item(), 0, 0]]
+    assert found.train.tensors[0].tolist() == [
+        [0, 1, 0],
+        [0, 0, 1],
+        [torch.tensor(-0.49).item(), 0, 0],
+    ]
 
 
-def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_pyarrow_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(PrivacyError, match=r"pip install 'dpkfc\[data\]'"):
         load(table(tmp_path, name="people.parquet"), target="ill", schema=SCHEMA)
@@ -80,7 +91,9 @@ def test_text_of_a_column(tmp_path: Path) -> None:
     found = load(path, target="ill", text="said", classes=("no", "yes"), test=0, features=64)
     x, y = found.train.tensors
     assert found.kind == "text" and x.shape == (3, 64) and y.tolist() == [0, 1, 0]
-    assert torch.allclose(x.norm(dim=1), torch.tensor([8.0, 8.0, 0.0]))  # √64: the mean square of a feature is 1
+    assert torch.allclose(
+        x.norm(dim=1), torch.tensor([8.0, 8.0, 0.0])
+    )  # √64: the mean square of a feature is 1
     assert isinstance(found.probe, Tabular) and found.probe.std == 1.0
 
 
@@ -96,7 +109,11 @@ def test_text_folders(tmp_path: Path) -> None:
         for number in range(3):
             (tmp_path / name / f"{number}.txt").write_text(f"{name} {number}")
     found = load(tmp_path, test=0)
-    assert (found.kind, found.names, found.train.tensors[1].tolist()) == ("text", ("glad", "sad"), [0, 0, 0, 1, 1, 1])
+    assert (found.kind, found.names, found.train.tensors[1].tolist()) == (
+        "text",
+        ("glad", "sad"),
+        [0, 0, 0, 1, 1, 1],
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,15 +125,24 @@ def test_text_folders(tmp_path: Path) -> None:
         (("x_train", "y_train", "x_test", "y_test"), (12, 7), (7,)),
     ],
 )
-def test_arrays(tmp_path: Path, names: tuple[str, ...], shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def test_arrays(
+    tmp_path: Path, names: tuple[str, ...], shape: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
     x, y = RNG.integers(0, 256, shape, dtype=np.uint8), (np.arange(12) % 3)[:, None]
     x.flat[0], x.flat[-1] = 0, 255
     np.savez(tmp_path / "a.npz", **dict(zip(names, (x, y, x[:4], y[:4]), strict=False)))
     found = load(tmp_path / "a.npz", test=0)
-    assert found.shape == expected and found.classes == 3 and found.train.tensors[1].tolist() == [0, 1, 2] * 4
+    assert (
+        found.shape == expected
+        and found.classes == 3
+        and found.train.tensors[1].tolist() == [0, 1, 2] * 4
+    )
     assert (found.test is None) == (len(names) == 2)
     least, most = (-1, 1) if len(expected) == 1 else (0, 1)
-    assert (float(found.train.tensors[0].min()), float(found.train.tensors[0].max())) == (least, most)
+    assert (float(found.train.tensors[0].min()), float(found.train.tensors[0].max())) == (
+        least,
+        most,
+    )
     assert any("--classes" in remark for remark in found.remarks)
 
 
@@ -133,8 +159,12 @@ def idx(array: np.ndarray) -> bytes:
 
 
 def test_a_folder_of_idx_files(tmp_path: Path) -> None:
-    (tmp_path / "own-train-images-idx3-ubyte").write_bytes(idx(RNG.integers(0, 256, (6, 5, 4), dtype=np.uint8)))
-    (tmp_path / "own-train-labels-idx1-ubyte").write_bytes(idx(np.array([0, 1, 2, 3, 0, 1], np.uint8)))
+    (tmp_path / "own-train-images-idx3-ubyte").write_bytes(
+        idx(RNG.integers(0, 256, (6, 5, 4), dtype=np.uint8))
+    )
+    (tmp_path / "own-train-labels-idx1-ubyte").write_bytes(
+        idx(np.array([0, 1, 2, 3, 0, 1], np.uint8))
+    )
     found = load(tmp_path, test=0)
     assert found.shape == (1, 5, 4) and found.classes == 4 and len(found.train) == 6
 
@@ -146,7 +176,9 @@ def test_image_folders(tmp_path: Path, grey: bool) -> None:
         for name, colour in (("cat", 0), ("dog", 255)):
             (tmp_path / part / name).mkdir(parents=True)
             for number in range(count):
-                image.new("RGB", (20 + number, 9), (colour,) * 3).save(tmp_path / part / name / f"{number}.png")
+                image.new("RGB", (20 + number, 9), (colour,) * 3).save(
+                    tmp_path / part / name / f"{number}.png"
+                )
     found = load(tmp_path, size=8, grey=grey)
     assert found.shape == (1 if grey else 3, 8, 8) and found.names == ("cat", "dog")
     assert len(found.train) == 6 and found.test is not None and len(found.test) == 2
@@ -158,23 +190,37 @@ def test_image_folders(tmp_path: Path, grey: bool) -> None:
 
 def test_a_data_set_by_its_name(tmp_path: Path) -> None:
     found = load("digits")
-    assert found.shape == (1, 8, 8) and found.classes == 10 and found.test is not None and len(found.test) == 360
+    assert (
+        found.shape == (1, 8, 8)
+        and found.classes == 10
+        and found.test is not None
+        and len(found.test) == 360
+    )
     with pytest.raises(PrivacyError, match="train-images-idx3-ubyte"):
         load("mnist", data_dir=tmp_path)
 
 
-cells = st.one_of(st.sampled_from(["", "NA", "nan"]), st.integers(-50, 150).map(str), st.floats(0, 99).map(str))
+cells = st.one_of(
+    st.sampled_from(["", "NA", "nan"]), st.integers(-50, 150).map(str), st.floats(0, 99).map(str)
+)
 rows = st.tuples(
-    cells, st.sampled_from(["f", "m", "x", ""]), st.text("ab ", max_size=8), st.sampled_from(["no", "yes"])
+    cells,
+    st.sampled_from(["f", "m", "x", ""]),
+    st.text("ab ", max_size=8),
+    st.sampled_from(["no", "yes"]),
 )
 
 
-def features_of(folder: Path, people: list[tuple[str, ...]], text: bool, place: str) -> list[tuple[object, ...]]:
+def features_of(
+    folder: Path, people: list[tuple[str, ...]], text: bool, place: str
+) -> list[tuple[object, ...]]:
     """Which part every record is in, and its features and label."""
     written = io.StringIO()
     csv.writer(written).writerows([("age", "sex", "said", "ill"), *people])
     path = table(folder, written.getvalue(), place)
-    found = load(path, target="ill", schema=SCHEMA, text="said" if text else None, test=0.4, features=16)
+    found = load(
+        path, target="ill", schema=SCHEMA, text="said" if text else None, test=0.4, features=16
+    )
     parts = [("train", found.train), ("test", found.test)]
     return [
         (name, y, tuple(x))
@@ -192,7 +238,10 @@ def test_one_record_less_changes_nothing_for_the_others(
     folder = tmp_path_factory.mktemp("neighbours")
     fewer = [person for place, person in enumerate(people) if place != where % len(people)]
     try:
-        all_of_them, without = features_of(folder, people, text, "all.csv"), features_of(folder, fewer, text, "few.csv")
+        all_of_them, without = (
+            features_of(folder, people, text, "all.csv"),
+            features_of(folder, fewer, text, "few.csv"),
+        )
     except PrivacyError:
         assume(False)  # all of so few are test records
     for one in without:
@@ -222,10 +271,15 @@ def test_the_split_has_the_size_that_was_asked_for() -> None:
 
 
 def test_a_suggested_schema_can_be_used(tmp_path: Path) -> None:
-    text = "id,age,sex,ill,same\n" + "".join(f"p{n},{17 + n},{'fm'[n % 2]},{n % 2},1\n" for n in range(60))
+    text = "id,age,sex,ill,same\n" + "".join(
+        f"p{n},{17 + n},{'fm'[n % 2]},{n % 2},1\n" for n in range(60)
+    )
     path = table(tmp_path, text)
     schema, left_out = suggest_schema(path, "ill")
-    assert schema == {"age": [10, 80], "sex": ["f", "m"], "ill": ["0", "1"]} and left_out == ["id", "same"]
+    assert schema == {"age": [10, 80], "sex": ["f", "m"], "ill": ["0", "1"]} and left_out == [
+        "id",
+        "same",
+    ]
     assert load(path, target="ill", schema=schema).shape == (3,)
 
 
@@ -241,18 +295,40 @@ def test_a_suggested_schema_can_be_used(tmp_path: Path) -> None:
         (PEOPLE, {"target": "ill", "schema": {**SCHEMA, "age": [9, 3]}}, "not a range"),
         (PEOPLE, {"target": "ill", "schema": {**SCHEMA, "sex": {"f": 1}}}, "schema, 'sex'"),
         (PEOPLE, {"target": "ill", "schema": {**SCHEMA, "sex": ["f", "f"]}}, "listed twice"),
-        (PEOPLE, {"target": "ill", "schema": {**SCHEMA, "ill": ["no", "maybe"]}}, "line 3: the class 'yes' is not"),
-        (PEOPLE, {"target": "ill", "schema": {**SCHEMA, "ill": ["no"]}, "classes": ("no",)}, "'yes' is not one of"),
+        (
+            PEOPLE,
+            {"target": "ill", "schema": {**SCHEMA, "ill": ["no", "maybe"]}},
+            "line 3: the class 'yes' is not",
+        ),
+        (
+            PEOPLE,
+            {"target": "ill", "schema": {**SCHEMA, "ill": ["no"]}, "classes": ("no",)},
+            "'yes' is not one of",
+        ),
         (PEOPLE, {"target": "ill", "schema": SCHEMA, "test": 1.5}, "test=1.5"),
-        (PEOPLE, {"target": "ill", "schema": SCHEMA, "test": "nowhere.csv"}, "there is no nowhere.csv"),
-        (PEOPLE.replace("50", "fifty"), {"target": "ill", "schema": SCHEMA}, "line 2, column 'age': 'fifty' is not"),
-        (PEOPLE + "1,2\n", {"target": "ill", "schema": SCHEMA}, "line 7: 2 values, but the header names 4"),
+        (
+            PEOPLE,
+            {"target": "ill", "schema": SCHEMA, "test": "nowhere.csv"},
+            "there is no nowhere.csv",
+        ),
+        (
+            PEOPLE.replace("50", "fifty"),
+            {"target": "ill", "schema": SCHEMA},
+            "line 2, column 'age': 'fifty' is not",
+        ),
+        (
+            PEOPLE + "1,2\n",
+            {"target": "ill", "schema": SCHEMA},
+            "line 7: 2 values, but the header names 4",
+        ),
         ("age,age\n1,2\n", {"target": "age", "schema": SCHEMA}, "same name"),
         ("age,ill\n", {"target": "ill", "schema": SCHEMA}, "no records"),
         ("", {"target": "ill", "schema": SCHEMA}, "is empty"),
     ],
 )
-def test_a_table_that_cannot_be(tmp_path: Path, text: str, options: dict[str, Any], message: str) -> None:
+def test_a_table_that_cannot_be(
+    tmp_path: Path, text: str, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(PrivacyError) as caught:
         load(table(tmp_path, text), **options)
     assert message in str(caught.value) and "\n" not in str(caught.value)
@@ -265,19 +341,45 @@ def test_a_table_that_cannot_be(tmp_path: Path, text: str, options: dict[str, An
         ({"x": np.zeros((3, 4), np.uint8), "y": np.zeros(2, int)}, {}, "3 inputs, but 2 labels"),
         ({"x": np.zeros((3, 4), np.uint8), "y": np.zeros((3, 2), int)}, {}, "one whole number"),
         ({"x": np.zeros((3, 4), np.uint8), "y": np.array([0, 1, -1])}, {}, "a label is -1"),
-        ({"x": np.zeros((3, 4), np.uint8), "y": np.array([0, 1, 7])}, {"classes": ("a", "b")}, "'7' is not one of"),
-        ({"x": np.zeros((3, 4), np.uint8), "y": np.zeros(3, int)}, {"test": 0}, "1 class is not enough"),
+        (
+            {"x": np.zeros((3, 4), np.uint8), "y": np.array([0, 1, 7])},
+            {"classes": ("a", "b")},
+            "'7' is not one of",
+        ),
+        (
+            {"x": np.zeros((3, 4), np.uint8), "y": np.zeros(3, int)},
+            {"test": 0},
+            "1 class is not enough",
+        ),
         ({"x": np.zeros((3, 4, 5, 2, 2), np.uint8), "y": np.arange(3)}, {}, "give images"),
         ({"x": np.zeros((3, 5, 5, 7), np.uint8), "y": np.arange(3)}, {}, "channels"),
-        ({"x": np.uint8(7), "y": np.arange(3)}, {}, r"inputs of type uint8 and shape \(\): give real numbers"),
+        (
+            {"x": np.uint8(7), "y": np.arange(3)},
+            {},
+            r"inputs of type uint8 and shape \(\): give real numbers",
+        ),
         ({"x": np.zeros((3, 4), np.uint8), "y": np.int64(0)}, {}, "one whole number"),
-        ({"x": np.zeros((3, 4), complex), "y": np.arange(3)}, {"limits": (0, 1)}, "type complex128"),
+        (
+            {"x": np.zeros((3, 4), complex), "y": np.arange(3)},
+            {"limits": (0, 1)},
+            "type complex128",
+        ),
         ({"x": np.full((3, 4), "a"), "y": np.arange(3)}, {"limits": (0, 1)}, "type <U1"),
-        ({"x": np.zeros((3, 4), np.uint8), "y": np.array([0, 1, 10**12])}, {}, "a label is 1000000000000: classes"),
-        ({"x": np.zeros((3, 4), np.uint8), "y": np.array([0, 1, 2**63], np.uint64)}, {}, "a label is 922337203"),
+        (
+            {"x": np.zeros((3, 4), np.uint8), "y": np.array([0, 1, 10**12])},
+            {},
+            "a label is 1000000000000: classes",
+        ),
+        (
+            {"x": np.zeros((3, 4), np.uint8), "y": np.array([0, 1, 2**63], np.uint64)},
+            {},
+            "a label is 922337203",
+        ),
     ],
 )
-def test_arrays_that_cannot_be(tmp_path: Path, arrays: dict[str, Any], options: dict[str, Any], message: str) -> None:
+def test_arrays_that_cannot_be(
+    tmp_path: Path, arrays: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(PrivacyError, match=message):
         load(tmp_path / "a.npz", **options)

@@ -9,7 +9,14 @@ import pytest
 
 from dpkfc import PrivacyError
 from dpkfc.app.readers.sources import load
-from dpkfc.app.readers.tables import Misfits, declared_columns, misfits, read_schema, read_table, suggest_schema
+from dpkfc.app.readers.tables import (
+    Misfits,
+    declared_columns,
+    misfits,
+    read_schema,
+    read_table,
+    suggest_schema,
+)
 
 SCHEMA = {"age": [0, 100], "sex": ["F", "M"], "stage": [1, 2, 3], "ill": ["no", "yes"]}
 PEOPLE = "age,sex,stage,ill\n50,f,1.0,no\n150,m,2,yes\n,NA,03,no\n-7,,4,yes\n0,x,?,no\n"
@@ -44,7 +51,9 @@ def test_a_schema_with_a_byte_order_mark(tmp_path: Path) -> None:
 
 def test_a_target_of_many_numbers_is_no_class(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("age,price\n" + "".join(f"{n},{n / 7}\n" for n in range(60)))
-    with pytest.raises(PrivacyError, match="'price' has 60 different numbers. That looks like regression"):
+    with pytest.raises(
+        PrivacyError, match="'price' has 60 different numbers. That looks like regression"
+    ):
         suggest_schema(tmp_path / "a.csv", "price")
     (tmp_path / "b.csv").write_text("age,kind\n" + "".join(f"{n},{n % 60}\n" for n in range(900)))
     assert suggest_schema(tmp_path / "b.csv", "kind")[0]["kind"] == [str(n) for n in range(60)]

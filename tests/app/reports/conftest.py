@@ -39,9 +39,13 @@ def browser() -> Iterator[Any]:
 def shown_well() -> Callable[..., None]:
     """Opens a page: nothing on the console, nothing loaded, nothing wider than the screen, every picture there."""
 
-    def check(browser: Any, file: Path, width: int, scheme: str = "light", media: str = "screen") -> None:
+    def check(
+        browser: Any, file: Path, width: int, scheme: str = "light", media: str = "screen"
+    ) -> None:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": features})
+        browser.execute_cdp_cmd(
+            "Emulation.setEmulatedMedia", {"media": media, "features": features}
+        )
         size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         browser.get(file.as_uri())
@@ -49,8 +53,12 @@ def shown_well() -> Callable[..., None]:
         messages = [entry["message"] for entry in browser.get_log("performance")]
         requested = [message for message in messages if "Network.requestWillBeSent" in message]
         assert all('"url":"file:' in message or '"url":"data:' in message for message in requested)
-        wide = browser.execute_script("return [document.documentElement.scrollWidth, window.innerWidth]")
+        wide = browser.execute_script(
+            "return [document.documentElement.scrollWidth, window.innerWidth]"
+        )
         assert wide[0] <= wide[1], "wide tables scroll, or wrap on paper"
-        assert browser.execute_script("return [...document.images].every(image => image.naturalWidth > 0)")
+        assert browser.execute_script(
+            "return [...document.images].every(image => image.naturalWidth > 0)"
+        )
 
     return check

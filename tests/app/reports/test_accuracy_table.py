@@ -6,14 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from dpkfc.app.reports.accuracy_table import Summary, accuracy_markdown, mean_and_spread, plot_accuracy
+from dpkfc.app.reports.accuracy_table import (
+    Summary,
+    accuracy_markdown,
+    mean_and_spread,
+    plot_accuracy,
+)
 
 
 def row(dataset: str, arm: str, *tests: float, paper: float | None = None) -> Summary:
     return Summary(dataset, arm, 3, "lr 1", 0.5, tests, paper)
 
 
-@pytest.mark.parametrize(("tests", "text"), [((), "not run"), ((0.5,), "50.00 (1)"), ((0.4, 0.6), "50.00 ± 14.14 (2)")])
+@pytest.mark.parametrize(
+    ("tests", "text"), [((), "not run"), ((0.5,), "50.00 (1)"), ((0.4, 0.6), "50.00 ± 14.14 (2)")]
+)
 def test_mean_and_spread(tests: tuple[float, ...], text: str) -> None:
     assert mean_and_spread(tests) == text
 
@@ -22,7 +29,10 @@ def test_an_overview_comes_first_when_there_are_many_data_sets() -> None:
     rows = [row(dataset, "sgd", 0.5, paper=49.0) for dataset in "abc"] + [row("b", "kfc", 0.6)]
     text = accuracy_markdown(rows, "Title", "Remark.")
     assert "| test % [paper] | a | b | c |\n| --- | --- | --- | --- |\n" in text
-    assert "| sgd | 50.00 (1) [49.0] | 50.00 (1) [49.0] | 50.00 (1) [49.0] |\n| kfc |  | 60.00 (1) |  |\n" in text
+    assert (
+        "| sgd | 50.00 (1) [49.0] | 50.00 (1) [49.0] | 50.00 (1) [49.0] |\n| kfc |  | 60.00 (1) |  |\n"
+        in text
+    )
     assert text.index("test % [paper]") < text.index("| data set |")
     assert "[paper]" not in accuracy_markdown(rows[:2], "Title", "Remark.")
 

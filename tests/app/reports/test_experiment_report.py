@@ -13,7 +13,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dpkfc.app.reports.experiment_report import publish, read_markdown, title_of, write_experiment_report
+from dpkfc.app.reports.experiment_report import (
+    publish,
+    read_markdown,
+    title_of,
+    write_experiment_report,
+)
 from dpkfc.app.reports.page import Code, Grid, Marked, Picture
 from dpkfc.app.reports.run_report import write_report
 from dpkfc.errors import PrivacyError
@@ -59,16 +64,26 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "found.md").write_text(MARKDOWN)
     for name in ("dot.png", "found.png", "other.png"):
         (tmp_path / name).write_bytes(PNG)
-    rows = [{"setting": {"lr": lr, "epsilon": 3.0, "geometry": {"rank": 2}}, "result": {"last": lr}} for lr in (1, 2)]
+    rows = [
+        {"setting": {"lr": lr, "epsilon": 3.0, "geometry": {"rank": 2}}, "result": {"last": lr}}
+        for lr in (1, 2)
+    ]
     (tmp_path / "runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "one.json").write_text(json.dumps({"run": {"steps": 700}, "seeds": [0, 1], "all": list(range(99))}))
+    (tmp_path / "one.json").write_text(
+        json.dumps({"run": {"steps": 700}, "seeds": [0, 1], "all": list(range(99))})
+    )
     return tmp_path
 
 
 def test_every_part_of_markdown(folder: Path) -> None:
     pictures = {"dot.png": folder / "dot.png"}
     first, part = read_markdown(MARKDOWN, pictures)
-    assert (first.title, first.level, part.title, part.level) == ("The <title>", 2, "Part", 3) and not pictures
+    assert (first.title, first.level, part.title, part.level) == (
+        "The <title>",
+        2,
+        "Part",
+        3,
+    ) and not pictures
     assert first.parts == [
         Code("dpkfc reproduce this"),
         Marked(["Two lines, `code` and **bold**, and a link."]),
@@ -101,11 +116,20 @@ def test_what_is_not_known_is_text(text: str, shown: str) -> None:
 
 def test_the_report_has_all_of_the_folder(folder: Path) -> None:
     text = write_report(folder).read_text()
-    assert "<h1>The &lt;title&gt;</h1>" in text and text.count("The &lt;title&gt;") == 2  # and the window's title
+    assert (
+        "<h1>The &lt;title&gt;</h1>" in text and text.count("The &lt;title&gt;") == 2
+    )  # and the window's title
     assert text.count("data:image/png") == 3 and "1 table, 3 pictures" in text
-    assert text.index("alt='found'") < text.index("alt='other'"), "a picture stands with the text of its name"
+    assert text.index("alt='found'") < text.index("alt='other'"), (
+        "a picture stands with the text of its name"
+    )
     facts = dict(re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", text))
-    assert facts == {"results": "2", "setting.epsilon": "3.0", "run.steps": "700", "seeds": "[0, 1]"}
+    assert facts == {
+        "results": "2",
+        "setting.epsilon": "3.0",
+        "run.steps": "700",
+        "seeds": "[0, 1]",
+    }
 
 
 def test_damaged_settings_are_named_and_the_rest_is_shown(folder: Path) -> None:
@@ -119,7 +143,11 @@ def test_titles(folder: Path) -> None:
     (folder / "second.md").write_text("# Another\n")
     assert title_of(folder) == folder.name
     text = write_experiment_report(folder, "Both").read_text()
-    assert "<h1>Both</h1>" in text and "<h2>The &lt;title&gt;</h2>" in text and "<h2>Another</h2>" in text
+    assert (
+        "<h1>Both</h1>" in text
+        and "<h2>The &lt;title&gt;</h2>" in text
+        and "<h2>Another</h2>" in text
+    )
 
 
 def test_a_folder_without_anything_is_refused(tmp_path: Path) -> None:
@@ -134,9 +162,15 @@ def test_what_was_found_is_written_and_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, quick: bool
 ) -> None:
     results = tmp_path / "runs.jsonl"
-    publish(results, "# Title\n\nText\n", Console(), lambda file: file.write_bytes(PNG) and None, quick)
+    publish(
+        results, "# Title\n\nText\n", Console(), lambda file: file.write_bytes(PNG) and None, quick
+    )
     written = (tmp_path / "runs.md").read_text()
-    assert written.startswith("# Title\n\n") and written.endswith("\n\nText\n") and ("Quick" in written) == quick
+    assert (
+        written.startswith("# Title\n\n")
+        and written.endswith("\n\nText\n")
+        and ("Quick" in written) == quick
+    )
     assert "Text" in capsys.readouterr().out and (tmp_path / "runs.png").read_bytes() == PNG
     monkeypatch.setattr("dpkfc.app.reports.experiment_report.find_spec", lambda name: None)
     (tmp_path / "runs.png").unlink()
@@ -172,5 +206,7 @@ def test_every_table_and_picture_of_published_results(copied: Path) -> None:
 
 @pytest.mark.parametrize(("width", "media"), [(360, "screen"), (1200, "screen"), (718, "print")])
 @pytest.mark.parametrize("copied", FOLDERS, ids=lambda folder: folder.name, indirect=True)
-def test_in_a_real_browser(browser: Any, shown_well: Callable[..., None], copied: Path, width: int, media: str) -> None:
+def test_in_a_real_browser(
+    browser: Any, shown_well: Callable[..., None], copied: Path, width: int, media: str
+) -> None:
     shown_well(browser, write_report(copied), width, media=media)

@@ -31,7 +31,14 @@ SETTINGS = {
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Conv2d(4, 6, 3, groups=2), nn.GroupNorm(2, 6), nn.Tanh(), nn.Flatten(), nn.Linear(24, 7), nn.Tanh()]
+    layers = [
+        nn.Conv2d(4, 6, 3, groups=2),
+        nn.GroupNorm(2, 6),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(24, 7),
+        nn.Tanh(),
+    ]
     return nn.Sequential(*layers, nn.Linear(7, 5, bias=False))
 
 
@@ -73,7 +80,10 @@ def moments(model: nn.Module) -> dict[str, list[tuple[list[np.ndarray], list[np.
         assert delta is not None
         groups = module.groups if isinstance(module, nn.Conv2d) else 1
         if isinstance(module, nn.Conv2d):
-            a, delta = nn.functional.unfold(a, 3).transpose(1, 2).flatten(0, 1), delta.flatten(2).transpose(1, 2)
+            a, delta = (
+                nn.functional.unfold(a, 3).transpose(1, 2).flatten(0, 1),
+                delta.flatten(2).transpose(1, 2),
+            )
             delta = delta.flatten(0, 1)
         left, right = [], []
         for x, d in zip(a.double().chunk(groups, 1), delta.double().chunk(groups, 1), strict=True):
@@ -88,21 +98,35 @@ def effective_rank(values: np.ndarray) -> float:
     return values.sum() ** 2 / (values**2).sum()
 
 
-def check(row: FactorRow, root: Any, blocks: list[np.ndarray], damping: float, stability: float) -> None:
+def check(
+    row: FactorRow, root: Any, blocks: list[np.ndarray], damping: float, stability: float
+) -> None:
     size = len(blocks[0])
     assert (row.groups, row.size) == (len(blocks), size)
     roots = written_out(root, len(blocks), size).numpy()
     eyes = [(damping * np.trace(b) / size + stability) * np.eye(size) for b in blocks]
     plain = np.concatenate([np.linalg.eigvalsh(b) for b in blocks])
-    mapped = np.concatenate([np.linalg.eigvalsh(u @ b @ u) for u, b in zip(roots, blocks, strict=True)])
+    mapped = np.concatenate(
+        [np.linalg.eigvalsh(u @ b @ u) for u, b in zip(roots, blocks, strict=True)]
+    )
     before = np.concatenate([np.linalg.eigvalsh(b + e) for b, e in zip(blocks, eyes, strict=True)])
-    after = np.concatenate([np.linalg.eigvalsh(u @ (b + e) @ u) for u, b, e in zip(roots, blocks, eyes, strict=True)])
+    after = np.concatenate(
+        [np.linalg.eigvalsh(u @ (b + e) @ u) for u, b, e in zip(roots, blocks, eyes, strict=True)]
+    )
     spectrum = row.spectrum
     assert spectrum is not None and spectrum.exact
-    np.testing.assert_allclose(spectrum.values, np.sort(plain)[::-1], rtol=1e-4, atol=1e-6 * plain.max())
-    assert spectrum.damping == pytest.approx((min(e[0, 0] for e in eyes), max(e[0, 0] for e in eyes)), rel=1e-4)
-    assert spectrum.effective_rank == pytest.approx((effective_rank(plain), effective_rank(mapped)), rel=1e-3)
-    assert spectrum.condition == pytest.approx((before.max() / before.min(), after.max() / after.min()), rel=1e-2)
+    np.testing.assert_allclose(
+        spectrum.values, np.sort(plain)[::-1], rtol=1e-4, atol=1e-6 * plain.max()
+    )
+    assert spectrum.damping == pytest.approx(
+        (min(e[0, 0] for e in eyes), max(e[0, 0] for e in eyes)), rel=1e-4
+    )
+    assert spectrum.effective_rank == pytest.approx(
+        (effective_rank(plain), effective_rank(mapped)), rel=1e-3
+    )
+    assert spectrum.condition == pytest.approx(
+        (before.max() / before.min(), after.max() / after.min()), rel=1e-2
+    )
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
@@ -112,7 +136,10 @@ def test_figures_equal_those_of_dense_matrices(kind: str) -> None:
     rows = {row.name: row for row in geometry.describe().rows}
     assert list(rows) == ["0", "1.weight", "1.bias", "4", "6"]
     for name, (right, left) in moments(network()).items():
-        row, rule = rows[name], geometry.map_of((f"{name}.weight", *([f"{name}.bias"] if name != "6" else [])))
+        row, rule = (
+            rows[name],
+            geometry.map_of((f"{name}.weight", *([f"{name}.bias"] if name != "6" else []))),
+        )
         levels = settings["damping"], settings["stability"]
         assert row.kind == "Kronecker" and row.a is not None
         check(row.a, rule.right_root, right, *levels)  # type: ignore[attr-defined]
@@ -126,9 +153,19 @@ def test_work_and_memory_of_full_and_low_rank_roots() -> None:
     rows = {row.name: row for row in kfc(factors="AG", rank=2).describe().rows}
     conv, fc, last = rows["0"].a, rows["4"].a, rows["6"].a
     assert conv is not None and fc is not None and last is not None
-    assert (conv.form, conv.rank, conv.multiplications, conv.memory) == ("full", 19, 2 * 19 * 19, 2 * 19 * 19 * 4)
+    assert (conv.form, conv.rank, conv.multiplications, conv.memory) == (
+        "full",
+        19,
+        2 * 19 * 19,
+        2 * 19 * 19 * 4,
+    )
     # V and w; V diag(w) transposed and, beside it, its last row
-    assert (fc.form, fc.rank, fc.multiplications, fc.memory) == ("low rank", 2, 2 * 25 * 2, 4 * (50 + 2 + 48 + 2))
+    assert (fc.form, fc.rank, fc.multiplications, fc.memory) == (
+        "low rank",
+        2,
+        2 * 25 * 2,
+        4 * (50 + 2 + 48 + 2),
+    )
     assert (last.form, last.rank, last.size, last.memory) == ("low rank", 2, 7, 4 * (14 + 2 + 14))
     assert rows["4"].multiplications == 100 + rows["4"].g.multiplications  # type: ignore[union-attr]
     assert rows["4"].memory == fc.memory + rows["4"].g.memory  # type: ignore[union-attr]
@@ -145,12 +182,17 @@ def test_eigenvalues_that_were_not_computed_give_bounds(monkeypatch: pytest.Monk
     bound, true = described.rows[0].a.spectrum, known.rows[0].a.spectrum  # type: ignore[union-attr]
     assert bound is not None and true is not None and not bound.exact and true.exact
     for k in (0, 1):
-        assert bound.condition[k] < true.condition[k] and bound.effective_rank[k] > true.effective_rank[k]
+        assert (
+            bound.condition[k] < true.condition[k]
+            and bound.effective_rank[k] > true.effective_rank[k]
+        )
     assert "≥" in str(described) and "≤" in str(described)
     assert "≥" not in str(known) and "≥" not in str(exact)
 
 
-@pytest.mark.parametrize(("others", "kind"), [("scalar", "scaled"), ("diagonal", "scaled"), (None, "unchanged")])
+@pytest.mark.parametrize(
+    ("others", "kind"), [("scalar", "scaled"), ("diagonal", "scaled"), (None, "unchanged")]
+)
 def test_layers_without_a_kronecker_form(others: Any, kind: str) -> None:
     geometry = kfc(others=others)
     rows = [row for row in geometry.describe().rows if row.name.startswith("1")]
@@ -166,7 +208,11 @@ def test_layers_without_a_kronecker_form(others: Any, kind: str) -> None:
 
 def test_a_factor_that_the_probes_leave_zero_is_not_mapped() -> None:
     model = nn.Sequential(nn.Linear(4, 3, bias=False))
-    row = refreshed(model, dpkfc.KFC(Fixed(torch.zeros(8, 4)), stability=0.1, loss=cosine_loss)).describe().rows[0]
+    row = (
+        refreshed(model, dpkfc.KFC(Fixed(torch.zeros(8, 4)), stability=0.1, loss=cosine_loss))
+        .describe()
+        .rows[0]
+    )
     assert row.a is not None and row.a.form == "none" and row.memory == 0
     assert row.a.spectrum is not None and row.a.spectrum.condition == (1, 1)
     assert row.a.spectrum.effective_rank == (0, 0)
@@ -175,7 +221,10 @@ def test_a_factor_that_the_probes_leave_zero_is_not_mapped() -> None:
 def test_the_map_after_the_noise_counts_in_memory() -> None:
     plain, post = ({row.name: row for row in kfc(post=post).describe().rows} for post in (0.0, 0.5))
     assert plain["4"].post is None and post["4"].post is not None
-    assert post["4"].memory == 2 * plain["4"].memory and post["4"].multiplications == plain["4"].multiplications
+    assert (
+        post["4"].memory == 2 * plain["4"].memory
+        and post["4"].multiplications == plain["4"].multiplications
+    )
 
 
 def test_before_the_first_batch_there_is_nothing_to_describe() -> None:
@@ -187,19 +236,33 @@ def test_in_the_loop_it_tells_the_step_of_the_last_refresh() -> None:
     model, geometry = network(), dpkfc.KFC(Fixed(images()), loss=cosine_loss, every=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = [(x, 0) for x in images()]
-    settings: dict[str, Any] = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 4, "batch_size": PROBES, "clip": 1.0}
-    private = dpkfc.make_private(model, optimizer, data, geometry=geometry, loss=dpkfc.losses.cross_entropy, **settings)
+    settings: dict[str, Any] = {
+        "noise_multiplier": 1.0,
+        "delta": 1e-5,
+        "steps": 4,
+        "batch_size": PROBES,
+        "clip": 1.0,
+    }
+    private = dpkfc.make_private(
+        model, optimizer, data, geometry=geometry, loss=dpkfc.losses.cross_entropy, **settings
+    )
     for x, y in private.loader:
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
     described = geometry.describe()
     assert described.step == 2 and described.public
-    assert described.seconds is not None and described.seconds > sum(row.seconds or 0 for row in described.rows) > 0
+    assert (
+        described.seconds is not None
+        and described.seconds > sum(row.seconds or 0 for row in described.rows) > 0
+    )
 
 
 def test_after_a_checkpoint_what_is_known_is_told(tmp_path: Path) -> None:
-    geometry, again = kfc(factors="AG", rank=2, post=0.5), dpkfc.KFC(Fixed(images()), factors="AG", rank=2, post=0.5)
+    geometry, again = (
+        kfc(factors="AG", rank=2, post=0.5),
+        dpkfc.KFC(Fixed(images()), factors="AG", rank=2, post=0.5),
+    )
     again.load_state_dict(geometry.state_dict())
     before, after = geometry.describe(), again.describe()
     assert after.step is None and after.seconds is None and "checkpoint" in str(after)
@@ -239,7 +302,9 @@ def test_the_table_names_every_layer_at_any_width(width: int) -> None:
 def deep() -> Description:
     model = nn.Sequential(*[layer for _ in range(9) for layer in (nn.Linear(6, 6), nn.Tanh())])
     x = torch.randn(PROBES, 6, generator=torch.Generator().manual_seed(3))
-    return refreshed(model, dpkfc.KFC(Fixed(x), loss=cosine_loss, factors="AG", damping=0.1)).describe()
+    return refreshed(
+        model, dpkfc.KFC(Fixed(x), loss=cosine_loss, factors="AG", damping=0.1)
+    ).describe()
 
 
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="plots need matplotlib")

@@ -15,7 +15,9 @@ from dpkfc.app.reports.ledger_table import ledger_tables
 from dpkfc.planning.plan import NOT_CHECKED
 
 PLAN = Mechanism(0.5, 16.0, 10_000)
-RUN = LedgerRun("0123456789abcdef0123456789abcdef", "people", PLAN, 10_000, "2025-01-02T03:04:05+00:00", True)
+RUN = LedgerRun(
+    "0123456789abcdef0123456789abcdef", "people", PLAN, 10_000, "2025-01-02T03:04:05+00:00", True
+)
 GAUSSIAN = Mechanism(1.0, 16.0, 100)  # quickly analysed
 SHORT = LedgerRun("first", "people", GAUSSIAN, 100, "2025-01-02T03:04:05+00:00", True)
 
@@ -48,7 +50,9 @@ def test_each_run_at_its_own_delta_and_the_total_at_the_smallest_or_the_given(
         assert round_up(epsilon_spent([GAUSSIAN], delta)) in lines[row].split()
         assert f"at {delta:g}" in lines[row + 1]
     composed = round_up(epsilon_spent([GAUSSIAN, GAUSSIAN], total))
-    assert f"all runs composed: epsilon = {composed} at delta = {total:g}, add-or-remove-one" in lines
+    assert (
+        f"all runs composed: epsilon = {composed} at delta = {total:g}, add-or-remove-one" in lines
+    )
     assert "assumed" not in "".join(lines)
 
 

@@ -21,9 +21,24 @@ SAMPLE = page(
     "Run & <result>",
     "what it was",
     [
-        Section("Privacy", [Text(["One.", "Two."]), Facts([("epsilon", "1.5"), ("what", "x" * 300)])]),
-        Section("Layers", [Grid(["layer", "rank"], [["conv<1>", "9"], ["fc", "1,234"]]), Picture(PNG, "a 'dot'", "1")]),
-        Section("Wide", [WIDE, Code("a < b  # " + "x" * 300), Marked(["`if a < b` is **code <&>**, `**this**` too"])]),
+        Section(
+            "Privacy", [Text(["One.", "Two."]), Facts([("epsilon", "1.5"), ("what", "x" * 300)])]
+        ),
+        Section(
+            "Layers",
+            [
+                Grid(["layer", "rank"], [["conv<1>", "9"], ["fc", "1,234"]]),
+                Picture(PNG, "a 'dot'", "1"),
+            ],
+        ),
+        Section(
+            "Wide",
+            [
+                WIDE,
+                Code("a < b  # " + "x" * 300),
+                Marked(["`if a < b` is **code <&>**, `**this**` too"]),
+            ],
+        ),
     ],
 )
 
@@ -40,7 +55,9 @@ class Seen(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag not in ("meta", "img", "link"):
             self.open.append(tag)
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
+        self.addresses += [
+            value or "" for name, value in attrs if name in ("src", "href", "action", "data")
+        ]
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -53,7 +70,9 @@ def test_it_is_well_formed_escaped_and_loads_nothing() -> None:
     seen = Seen()
     seen.feed(SAMPLE)
     assert seen.open == []
-    assert all(address.startswith("data:") for address in seen.addresses) and len(seen.addresses) == 2
+    assert (
+        all(address.startswith("data:") for address in seen.addresses) and len(seen.addresses) == 2
+    )
     assert not re.search(r"https?:|@import|url\(|<script", SAMPLE)
     for text in ("Run & <result>", "conv<1>", "1,234", "column 29"):
         assert text in seen.text
@@ -61,7 +80,10 @@ def test_it_is_well_formed_escaped_and_loads_nothing() -> None:
 
 def test_columns_of_numbers_are_to_the_right() -> None:
     table = Grid(["layer", "rank"], [["1", "9"], ["fc", "12"]]).html()
-    assert "<th>layer</th><th class='number'>rank</th>" in table and "<td>1</td><td class='number'>9</td>" in table
+    assert (
+        "<th>layer</th><th class='number'>rank</th>" in table
+        and "<td>1</td><td class='number'>9</td>" in table
+    )
     assert "<th>layer</th>" in Grid(["layer"], []).html()
 
 
@@ -104,4 +126,6 @@ def test_in_a_real_browser(
         "const style = getComputedStyle(document.body); return [style.color, style.backgroundColor]"
     )
     brightness = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in (ink, paper)]
-    assert (brightness[0] < brightness[1]) == (scheme == "light") and abs(brightness[0] - brightness[1]) > 400
+    assert (brightness[0] < brightness[1]) == (scheme == "light") and abs(
+        brightness[0] - brightness[1]
+    ) > 400

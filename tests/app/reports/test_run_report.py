@@ -21,7 +21,14 @@ from torch import nn
 import dpkfc
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.accounting.rounding import round_up
-from dpkfc.app.reports.run_report import draw_pictures, in_plain_words, not_charged, result_table, wilson, write_report
+from dpkfc.app.reports.run_report import (
+    draw_pictures,
+    in_plain_words,
+    not_charged,
+    result_table,
+    wilson,
+    write_report,
+)
 from dpkfc.errors import PrivacyError
 from dpkfc.planning.plan import NOT_CHECKED, Plan
 
@@ -38,7 +45,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     plan = Plan.make(records=1000, batch_size=100, steps=20, clip=1.0, epsilon=2.0, delta=1e-4)
     files = {
         "plan.json": plan.to_json(),
-        "config.json": {"settings": {"epsilon": 2.0, "lr": None, "seed": 3}, "source": {"path": "a<b>.csv"}},
+        "config.json": {
+            "settings": {"epsilon": 2.0, "lr": None, "seed": 3},
+            "source": {"path": "a<b>.csv"},
+        },
         "result.json": {
             "epsilon": plan.epsilon(),
             "delta": 1e-4,
@@ -288,12 +298,16 @@ def test_pictures_are_shown_where_they_are(folder: Path) -> None:
 @pytest.mark.parametrize("geometry", [dpkfc.KFC(dpkfc.probes.Tabular(4)), dpkfc.Identity()])
 def test_pictures_come_from_probes_and_leave_the_model_alone(tmp_path: Path, geometry: Any) -> None:
     pytest.importorskip("matplotlib")
-    plan = Plan.make(records=100, batch_size=10, steps=2, clip=1.0, noise_multiplier=1.0, delta=1e-4)
+    plan = Plan.make(
+        records=100, batch_size=10, steps=2, clip=1.0, noise_multiplier=1.0, delta=1e-4
+    )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     draw_pictures(tmp_path, model, geometry, dpkfc.probes.Tabular(4), plan)
-    assert (tmp_path / "snr.png").stat().st_size > 5000 and (tmp_path / "clipping.png").stat().st_size > 5000
+    assert (tmp_path / "snr.png").stat().st_size > 5000 and (
+        tmp_path / "clipping.png"
+    ).stat().st_size > 5000
     assert (tmp_path / "geometry.png").exists() == isinstance(geometry, dpkfc.KFC)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
@@ -301,15 +315,21 @@ def test_pictures_come_from_probes_and_leave_the_model_alone(tmp_path: Path, geo
 
 def test_one_layer_has_no_profile(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    plan = Plan.make(records=100, batch_size=10, steps=2, clip=1.0, noise_multiplier=1.0, delta=1e-4)
+    plan = Plan.make(
+        records=100, batch_size=10, steps=2, clip=1.0, noise_multiplier=1.0, delta=1e-4
+    )
     draw_pictures(tmp_path, nn.Linear(4, 2), dpkfc.Identity(), dpkfc.probes.Tabular(4), plan)
     assert [file.name for file in tmp_path.iterdir()] == ["clipping.png"]
 
 
 def test_what_private_records_made_is_not_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    plan = Plan.make(records=100, batch_size=10, steps=2, clip=1.0, noise_multiplier=1.0, delta=1e-4)
-    oracle = dpkfc.probes.Oracle(torch.utils.data.TensorDataset(torch.rand(20, 4), torch.arange(20) % 2), labels=True)
+    plan = Plan.make(
+        records=100, batch_size=10, steps=2, clip=1.0, noise_multiplier=1.0, delta=1e-4
+    )
+    oracle = dpkfc.probes.Oracle(
+        torch.utils.data.TensorDataset(torch.rand(20, 4), torch.arange(20) % 2), labels=True
+    )
     draw_pictures(tmp_path, nn.Linear(4, 2), dpkfc.Identity(), oracle, plan)
     assert not list(tmp_path.iterdir())
 
@@ -317,9 +337,27 @@ def test_what_private_records_made_is_not_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "test", "selection", "said", "unsaid"),
     [
-        ({}, None, None, ["no record", "in no ledger"], ["by hand (", "seed", "Accuracy", "tuning"]),
-        ({"lr": 0.1, "clip": 2.0, "seed": 0}, {"accuracy": 1}, None, ["by hand (lr, clip)", "seed", "exact"], []),
-        ({"ledger": "privacy.db", "dataset": "people"}, None, None, ["privacy.db, as people"], ["in no ledger"]),
+        (
+            {},
+            None,
+            None,
+            ["no record", "in no ledger"],
+            ["by hand (", "seed", "Accuracy", "tuning"],
+        ),
+        (
+            {"lr": 0.1, "clip": 2.0, "seed": 0},
+            {"accuracy": 1},
+            None,
+            ["by hand (lr, clip)", "seed", "exact"],
+            [],
+        ),
+        (
+            {"ledger": "privacy.db", "dataset": "people"},
+            None,
+            None,
+            ["privacy.db, as people"],
+            ["in no ledger"],
+        ),
         ({}, None, {"settings": {}}, ["epsilon covers the whole tuning"], []),
     ],
 )
@@ -337,7 +375,11 @@ def test_the_table_for_the_terminal(folder: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
     console.print(result_table(folder, folder / "report.html"))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    for expected in ("75.00% of 400 records (95 % interval 70.5% to 79.0%)", "rho 1.23, clip 2", "151.2 of 200"):
+    for expected in (
+        "75.00% of 400 records (95 % interval 70.5% to 79.0%)",
+        "rho 1.23, clip 2",
+        "151.2 of 200",
+    ):
         assert expected in shown
     assert "70.25% by always saying the most frequent class" in shown
     assert "rho 1.23, clip 2" in write_report(folder).read_text()

@@ -18,7 +18,11 @@ def test_both_methods_are_shown_at_the_same_budget() -> None:
     console = Console(file=io.StringIO(), width=120)
     outcomes = run_demo(epsilon=3.0, delta=1e-5, epochs=6.0, seed=0, console=console)
     shown = console.file.getvalue()
-    assert [row.method for row in outcomes] == [method.name for method in METHODS] == ["DP-SGD", "DP-KFC"]
+    assert (
+        [row.method for row in outcomes]
+        == [method.name for method in METHODS]
+        == ["DP-SGD", "DP-KFC"]
+    )
     first, second = outcomes
     assert (first.epsilon, first.noise_multiplier, first.steps) == (
         second.epsilon,
@@ -33,10 +37,15 @@ def test_both_methods_are_shown_at_the_same_budget() -> None:
 def test_over_seeds_resumed_and_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
 
-    def quickly(epsilon: float, delta: float, epochs: float, seed: int, console: Console, device: str) -> list[Outcome]:
+    def quickly(
+        epsilon: float, delta: float, epochs: float, seed: int, console: Console, device: str
+    ) -> list[Outcome]:
         taken.append(seed)
         course = [(100, 0.5), (225, 0.9 + seed / 100)]
-        return [Outcome(method.name, course[-1][1], epsilon, 1.0, 225, 1.0, course) for method in METHODS]
+        return [
+            Outcome(method.name, course[-1][1], epsilon, 1.0, 225, 1.0, course)
+            for method in METHODS
+        ]
 
     monkeypatch.setattr(demo, "run_demo", quickly)
     demo.run(ReproduceOptions(tmp_path, Console(quiet=True), quick=False))
@@ -47,18 +56,25 @@ def test_over_seeds_resumed_and_as_a_table(tmp_path: Path, monkeypatch: pytest.M
     demo.run(ReproduceOptions(tmp_path, Console(quiet=True), quick=False))
     assert taken == [0, 1, 2, 3, 4, 0], "only what is missing is run"
     demo.run(ReproduceOptions(tmp_path, Console(quiet=True), quick=True))
-    assert "**Quick:**" in (tmp_path / "quick.md").read_text() and (tmp_path / "demo.md").read_text() == text
+    assert (
+        "**Quick:**" in (tmp_path / "quick.md").read_text()
+        and (tmp_path / "demo.md").read_text() == text
+    )
     (tmp_path / "demo.jsonl").write_text('{"seed": 1')
     with pytest.raises(dpkfc.PrivacyError, match="cut off"):
         demo.run(ReproduceOptions(tmp_path, Console(quiet=True), quick=False))
 
 
 def test_a_folder_holds_the_table_a_picture_and_the_report(tmp_path: Path) -> None:
-    outcome = [Outcome(method.name, 0.95, 2.0, 1.0, 20, 1.0, [(10, 0.5), (20, 0.95)]) for method in METHODS]
+    outcome = [
+        Outcome(method.name, 0.95, 2.0, 1.0, 20, 1.0, [(10, 0.5), (20, 0.95)]) for method in METHODS
+    ]
     report = demo.keep(outcome, 1e-6, tmp_path / "runs" / "demo")
     text = (report.parent / "demo.md").read_text()
     assert "epsilon 2, delta 1e-06" in text and "| DP-SGD | 95.00 (1) | 95.0 | 20 |" in text
-    assert (report.parent / "demo.png").read_bytes().startswith(b"\x89PNG") and "DP-KFC" in report.read_text()
+    assert (report.parent / "demo.png").read_bytes().startswith(
+        b"\x89PNG"
+    ) and "DP-KFC" in report.read_text()
     (tmp_path / "file").touch()
     with pytest.raises(dpkfc.PrivacyError, match="--out"):
         demo.keep(outcome, 1e-6, tmp_path / "file")

@@ -26,7 +26,16 @@ from dpkfc.app.readers.images import image_probe
 from dpkfc.app.readers.sources import Loaded
 from dpkfc.app.workflow import fit as training
 from dpkfc.app.workflow import run_folder
-from dpkfc.app.workflow.fit import Settings, adjusted, base_recipe, correct, finish, fit, restore, stoppable
+from dpkfc.app.workflow.fit import (
+    Settings,
+    adjusted,
+    base_recipe,
+    correct,
+    finish,
+    fit,
+    restore,
+    stoppable,
+)
 from dpkfc.app.workflow.run_folder import check_folder, locked
 
 MODEL = """
@@ -94,11 +103,24 @@ def _remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 def some_data(records: int = 60, shape: tuple[int, ...] = (4,), shift: float = 0.0) -> Loaded:
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(records + 20) % 2
-    x = torch.rand(records + 20, *shape, generator=generator) * 0.5 + 0.4 * y.view(-1, *[1] * len(shape)) + shift
+    x = (
+        torch.rand(records + 20, *shape, generator=generator) * 0.5
+        + 0.4 * y.view(-1, *[1] * len(shape))
+        + shift
+    )
     train, test = TensorDataset(x[:records], y[:records]), TensorDataset(x[records:], y[records:])
     images = len(shape) == 3
     probe = image_probe(shape, 2) if images else dpkfc.probes.Tabular(shape[0])
-    return Loaded(train, test, "images" if images else "tabular", shape, 2, ("no", "yes"), ("a remark",), probe)
+    return Loaded(
+        train,
+        test,
+        "images" if images else "tabular",
+        shape,
+        2,
+        ("no", "yes"),
+        ("a remark",),
+        probe,
+    )
 
 
 @pytest.fixture
@@ -120,7 +142,10 @@ def kill_at(step: int) -> Callable[[int], None]:
 
 
 def weights(out: Path) -> dict[str, list[float]]:
-    return {name: value.flatten().tolist() for name, value in load_file(out / "model.safetensors").items()}
+    return {
+        name: value.flatten().tolist()
+        for name, value in load_file(out / "model.safetensors").items()
+    }
 
 
 def test_a_stopped_run_ends_as_one_that_went_through_and_a_killed_one_uses_no_noise_twice(
@@ -138,11 +163,21 @@ def test_a_stopped_run_ends_as_one_that_went_through_and_a_killed_one_uses_no_no
     with pytest.raises(OSError, match="killed"):
         fit(data, own, tmp_path / "killed", console=QUIET, on_step=kill_at(5))
     assert fit(data, own, tmp_path / "killed", console=QUIET)
-    assert weights(tmp_path / "whole") == weights(tmp_path / "stopped") != weights(tmp_path / "killed")
-    lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "stopped")]
-    steps = [[(json.loads(line)["step"], json.loads(line)["epsilon"]) for line in found] for found in lines]
+    assert (
+        weights(tmp_path / "whole") == weights(tmp_path / "stopped") != weights(tmp_path / "killed")
+    )
+    lines = [
+        (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        for name in ("whole", "stopped")
+    ]
+    steps = [
+        [(json.loads(line)["step"], json.loads(line)["epsilon"]) for line in found]
+        for found in lines
+    ]
     assert steps[0] == steps[1] and [step for step, _ in steps[0]] == [3, 6]
-    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "killed")]
+    results = [
+        json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "killed")
+    ]
     assert results[0]["epsilon"] == results[1]["epsilon"], "what the kill took stays charged"
     assert results[1]["lost_steps"] > 0 and results[1]["steps"] + results[1]["lost_steps"] == STEPS
 
@@ -156,22 +191,31 @@ def test_what_a_finished_run_leaves(
     names = {"config.json", "plan.json", "metrics.jsonl", "model.safetensors", "result.json"}
     names |= {"geometry.png", "clipping.png"}
     assert {file.name for file in out.iterdir()} == names  # and no checkpoint, which is a secret
-    keys = {key for line in (out / "metrics.jsonl").read_text().splitlines() for key in json.loads(line)}
+    keys = {
+        key for line in (out / "metrics.jsonl").read_text().splitlines() for key in json.loads(line)
+    }
     assert keys == {"step", "epsilon", "seconds"}  # no loss, no accuracy of training records
     result = json.loads((out / "result.json").read_text())
     assert 2.9 < result["epsilon"] <= 3 and result["steps"] == STEPS
     assert data.test is not None
     assert correct(restore(out, data), data.test, "cpu", 7) == result["test"]["accuracy"] * 20
     before = weights(out)
-    assert fit(data, SETTINGS, out, source={"path": "people.csv"}, console=QUIET, on_step=kill_at(1))  # takes no step
+    assert fit(
+        data, SETTINGS, out, source={"path": "people.csv"}, console=QUIET, on_step=kill_at(1)
+    )  # takes no step
     assert weights(out) == before
     finish(out, Console(width=200))
     shown = capsys.readouterr().out
-    assert "epsilon does not protect the test records" in shown and "add or remove one record" in shown
+    assert (
+        "epsilon does not protect the test records" in shown and "add or remove one record" in shown
+    )
 
 
 def test_the_ledger_is_charged_once(
-    own: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own: Settings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(run_folder, "SAVE_SHARE", 1.0)  # no checkpoint between
     settings = replace(own, ledger=str(tmp_path / "privacy.db"), dataset="people")
@@ -181,24 +225,37 @@ def test_the_ledger_is_charged_once(
         fit(data, settings, out, console=QUIET, on_step=kill_at(4))
     taken: list[int] = []
     assert fit(data, settings, out, console=Console(width=200), on_step=taken.append)
-    assert taken == [3, 4]  # steps 3 and 4 were lost with the kill, stay charged, and are not had again
-    assert "2 steps after the last checkpoint were charged, and the result was lost" in capsys.readouterr().out
+    assert taken == [
+        3,
+        4,
+    ]  # steps 3 and 4 were lost with the kill, stay charged, and are not had again
+    assert (
+        "2 steps after the last checkpoint were charged, and the result was lost"
+        in capsys.readouterr().out
+    )
     result = json.loads((out / "result.json").read_text())
-    assert (result["steps"], result["lost_steps"]) == (4, 2) and 2.9 < result["epsilon"] <= 3  # what all six cost
+    assert (result["steps"], result["lost_steps"]) == (4, 2) and 2.9 < result[
+        "epsilon"
+    ] <= 3  # what all six cost
     (run,) = dpkfc.accounting.ledger.read(tmp_path / "privacy.db")
     assert (run.dataset, run.charged, run.closed) == ("people", STEPS, True)
     assert fit(data, replace(settings, dataset=None), tmp_path / "second", console=QUIET)
     assert len(dpkfc.accounting.ledger.read(tmp_path / "privacy.db")) == 2
 
 
-def test_little_is_at_stake_between_checkpoints(own: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_is_at_stake_between_checkpoints(
+    own: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run_folder, "MOST_SAVING", 1.0)  # small runs are slow to save
     settings = replace(own, ledger=str(tmp_path / "privacy.db"), dataset="people")
     with pytest.raises(OSError, match="killed"):
         fit(some_data(), settings, tmp_path / "run", console=QUIET, on_step=kill_at(5))
     taken: list[int] = []
     assert fit(some_data(), settings, tmp_path / "run", console=QUIET, on_step=taken.append)
-    assert taken == [5] and json.loads((tmp_path / "run" / "result.json").read_text())["lost_steps"] == 1
+    assert (
+        taken == [5]
+        and json.loads((tmp_path / "run" / "result.json").read_text())["lost_steps"] == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -277,7 +334,9 @@ def test_weights_of_something_else_are_not_replaced(own: Settings, tmp_path: Pat
     assert (out / "model.safetensors").read_text() == "mine"
 
 
-def test_a_finished_run_keeps_no_secret(own: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_keeps_no_secret(
+    own: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(training, "draw_pictures", interrupted)
         fit(some_data(), own, tmp_path / "run", console=QUIET)
@@ -309,10 +368,14 @@ with locked(Path(sys.argv[1])):
 @pytest.mark.skipif(run_folder.fcntl is None, reason="needs locks")
 def test_a_folder_is_for_one_process_until_that_is_killed(own: Settings, tmp_path: Path) -> None:
     out = tmp_path / "runs" / "mine"
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(out)], stdout=subprocess.PIPE) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(out)], stdout=subprocess.PIPE
+    ) as holder:
         try:
             assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-            with pytest.raises(dpkfc.PrivacyError, match="another process is training in .*mine: wait for it"):
+            with pytest.raises(
+                dpkfc.PrivacyError, match="another process is training in .*mine: wait for it"
+            ):
                 fit(some_data(), own, out, console=QUIET)
         finally:
             holder.kill()
@@ -338,12 +401,16 @@ def test_an_out_that_cannot_be_a_folder(tmp_path: Path, out: str) -> None:
 
 
 def test_an_out_that_may_not_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.access", lambda path, mode: False)  # whoever runs the tests may write everywhere
+    monkeypatch.setattr(
+        "os.access", lambda path, mode: False
+    )  # whoever runs the tests may write everywhere
     with pytest.raises(dpkfc.PrivacyError, match="may not be written to"):
         check_folder(tmp_path / "run")
 
 
-def test_images_through_scattering_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_through_scattering_features(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("kymatio")
     monkeypatch.setattr(default, "PROBES", 64)
     data, out = some_data(shape=(1, 16, 16)), tmp_path / "run"
@@ -354,12 +421,16 @@ def test_images_through_scattering_features(tmp_path: Path, monkeypatch: pytest.
     assert correct(restore(out, data), data.test, "cpu", 20) == result["test"]["accuracy"] * 20
 
 
-@pytest.mark.parametrize("settings", [{"model": "cnn"}, {"model": "mlp", "method": "sgd", "lr": 0.1}])
+@pytest.mark.parametrize(
+    "settings", [{"model": "cnn"}, {"model": "mlp", "method": "sgd", "lr": 0.1}]
+)
 def test_other_models_and_methods(tmp_path: Path, settings: dict[str, object]) -> None:
     data = some_data(shape=(3, 6, 5))
     assert fit(data, replace(SETTINGS, **settings), tmp_path, console=QUIET)  # type: ignore[arg-type]
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["model"] == settings["model"] and ("DP-SGD" in result["geometry"]) == ("method" in settings)
+    assert result["model"] == settings["model"] and ("DP-SGD" in result["geometry"]) == (
+        "method" in settings
+    )
     assert result["lr"] == settings.get("lr", result["lr"])
 
 
@@ -391,9 +462,15 @@ def test_a_model_without_pictures_is_still_released(
 
 
 def test_defaults_by_the_kind_of_data() -> None:
-    assert default.default_model("tabular", (4,)) == default.default_model("text", (4096,)) == "linear"
+    assert (
+        default.default_model("tabular", (4,)) == default.default_model("text", (4096,)) == "linear"
+    )
     assert default.default_model("images", (1, 28, 28)) == "scattering"
-    assert default.default_model("images", (1, 8, 8)) == default.default_model("images", (3, 224, 224)) == "cnn"
+    assert (
+        default.default_model("images", (1, 8, 8))
+        == default.default_model("images", (3, 224, 224))
+        == "cnn"
+    )
 
 
 @pytest.mark.parametrize(
@@ -414,7 +491,9 @@ def test_defaults_by_the_kind_of_data() -> None:
     ],
 )
 @pytest.mark.parametrize("method", ["kfc", "sgd"])
-def test_models_that_cannot_be(own: Settings, tmp_path: Path, model: str, message: str, method: Any) -> None:
+def test_models_that_cannot_be(
+    own: Settings, tmp_path: Path, model: str, message: str, method: Any
+) -> None:
     settings = replace(own, model=model.format(tmp_path / "net.py"), method=method)
     with pytest.raises(dpkfc.PrivacyError, match=message):
         fit(some_data(), settings, tmp_path / "run", console=QUIET)
@@ -422,8 +501,15 @@ def test_models_that_cannot_be(own: Settings, tmp_path: Path, model: str, messag
 
 
 @pytest.mark.parametrize("function", ["more", "Any", "alone"])
-def test_a_function_is_asked_for_what_it_must_be_given(own: Settings, tmp_path: Path, function: str) -> None:
-    assert fit(some_data(), replace(own, model=f"{tmp_path}/net.py:{function}"), tmp_path / "run", console=QUIET)
+def test_a_function_is_asked_for_what_it_must_be_given(
+    own: Settings, tmp_path: Path, function: str
+) -> None:
+    assert fit(
+        some_data(),
+        replace(own, model=f"{tmp_path}/net.py:{function}"),
+        tmp_path / "run",
+        console=QUIET,
+    )
 
 
 def test_a_file_that_ends_the_process(own: Settings, tmp_path: Path) -> None:
@@ -439,7 +525,10 @@ def test_a_checkpoint_that_cannot_be_read_says_what_to_do(
 ) -> None:
     assert not fit(some_data(), own, tmp_path / "run", console=QUIET, on_step=stop_at(2))
     damage(tmp_path / "run" / "checkpoint" / file)
-    with pytest.raises(dpkfc.PrivacyError, match=r"lost or damaged .* restore the folder from a backup, or begin anew"):
+    with pytest.raises(
+        dpkfc.PrivacyError,
+        match=r"lost or damaged .* restore the folder from a backup, or begin anew",
+    ):
         fit(some_data(), own, tmp_path / "run", console=QUIET)
 
 
@@ -483,7 +572,9 @@ def test_an_epsilon_that_promises_nothing_still_has_a_report(tmp_path: Path) -> 
     assert "promises nothing" in (tmp_path / "report.html").read_text()
 
 
-def test_a_model_that_learned_nothing_is_seen_beside_the_most_frequent_class(tmp_path: Path) -> None:
+def test_a_model_that_learned_nothing_is_seen_beside_the_most_frequent_class(
+    tmp_path: Path,
+) -> None:
     data = some_data()
     assert data.test is not None
     x, y = data.test.tensors[0], torch.tensor([1] * 13 + [0] * 7)
@@ -534,14 +625,21 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
         assert not stopping()
         signal.raise_signal(signal.SIGTERM)
         assert stopping()
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN and signal.getsignal(signal.SIGTERM) is before
+    assert (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        and signal.getsignal(signal.SIGTERM) is before
+    )
 
 
-def test_a_handler_that_is_not_of_python_is_left_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handler_that_is_not_of_python_is_left_in_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Python calls it None, and cannot install it again."""
     installed: list[int] = []
     with monkeypatch.context() as patch:
-        patch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGINT else signal.SIG_DFL)
+        patch.setattr(
+            signal, "getsignal", lambda number: None if number == signal.SIGINT else signal.SIG_DFL
+        )
         patch.setattr(signal, "signal", lambda number, handler: installed.append(number))
         with stoppable() as stopping:
             assert not stopping()

@@ -37,7 +37,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(dpkfc.Plan, "epsilon", EPSILON)
     monkeypatch.setattr(training, "draw_pictures", lambda *arguments: None)
     monkeypatch.chdir(tmp_path)
-    rows = [f"{n % 90},{'fm'[n % 2]},{('no', 'yes')[n % 90 > 45]},{('fine', 'ache')[n % 90 > 45]}" for n in range(60)]
+    rows = [
+        f"{n % 90},{'fm'[n % 2]},{('no', 'yes')[n % 90 > 45]},{('fine', 'ache')[n % 90 > 45]}"
+        for n in range(60)
+    ]
     Path("people.csv").write_text("\n".join(["age,sex,ill,said", *rows]))
     return tmp_path
 
@@ -57,7 +60,10 @@ def by_hand(data: Loaded) -> list[tuple[str, float]]:
 
 def agrees(found: list[Any], data: Loaded) -> bool:
     pairs = zip(found, by_hand(data), strict=True)
-    return all(one.label == label and one.probability == pytest.approx(sure) for one, (label, sure) in pairs)
+    return all(
+        one.label == label and one.probability == pytest.approx(sure)
+        for one, (label, sure) in pairs
+    )
 
 
 def test_a_table_without_its_target_in_another_order_of_columns() -> None:
@@ -98,7 +104,10 @@ def test_texts_of_folders() -> None:
     assert fit(data, SETTINGS, Path("run"), console=QUIET)
     assert agrees(predict("run", "letters"), data)
     Path("new.csv").write_text("text\nsad 3\n")
-    assert predict("run", "new.csv")[0].probability == predict("run", "letters/sad/3.txt")[0].probability
+    assert (
+        predict("run", "new.csv")[0].probability
+        == predict("run", "letters/sad/3.txt")[0].probability
+    )
 
 
 @pytest.mark.parametrize("grey", [False, True])
@@ -114,7 +123,11 @@ def test_images_of_classes_or_in_a_flat_folder(grey: bool) -> None:
     data = load("photos", size=6, grey=grey, test=0)
     assert fit(data, SETTINGS, Path("run"), console=QUIET)
     flat = predict("run", "flat")
-    assert flat[0].name == "cat00.png" and agrees(flat, data) and agrees(predict("run", "photos"), data)
+    assert (
+        flat[0].name == "cat00.png"
+        and agrees(flat, data)
+        and agrees(predict("run", "photos"), data)
+    )
     (one,) = predict("run", "flat/cat00.png")
     assert one[:2] == flat[0][:2] and one.probability == pytest.approx(flat[0].probability)
 
@@ -138,10 +151,14 @@ def test_a_model_is_restored_only_for_data_that_is_read_alike() -> None:
         "schema ": lambda: people(turned),
         "list of classes": lambda: people({**SCHEMA, "ill": ["yes", "no"]}),
         "shape of inputs": lambda: people({**SCHEMA, "sex": ["f", "m", "x"]}),
-        "kind": lambda: load("people.csv", target="ill", text="said", classes=("no", "yes"), features=3),
+        "kind": lambda: load(
+            "people.csv", target="ill", text="said", classes=("no", "yes"), features=3
+        ),
     }
     for what, loaded in others.items():
-        with pytest.raises(dpkfc.PrivacyError, match=f"trained with the {what.strip()} .* the data was loaded with"):
+        with pytest.raises(
+            dpkfc.PrivacyError, match=f"trained with the {what.strip()} .* the data was loaded with"
+        ):
             restore("run", loaded())
     x = people().train.tensors[0]
     assert torch.equal(restore("run", people())(x), restore(Path("run"))(x))
@@ -169,8 +186,12 @@ def test_runs_that_cannot_be_used() -> None:
 
 
 def test_a_model_of_ones_own_whose_file_has_changed() -> None:
-    Path("net.py").write_text("import torch\n\ndef net(shape, classes):\n    return torch.nn.Linear(*shape, classes)\n")
-    assert fit(people(), Settings(**{**vars(SETTINGS), "model": "net.py:net"}), Path("run"), console=QUIET)
+    Path("net.py").write_text(
+        "import torch\n\ndef net(shape, classes):\n    return torch.nn.Linear(*shape, classes)\n"
+    )
+    assert fit(
+        people(), Settings(**{**vars(SETTINGS), "model": "net.py:net"}), Path("run"), console=QUIET
+    )
     assert len(predict("run", "people.csv")) == 60
     Path("net.py").write_text(Path("net.py").read_text() + "\n")
     with pytest.raises(dpkfc.PrivacyError, match="has changed since the run"):
@@ -191,12 +212,18 @@ def test_records_that_the_run_cannot_read() -> None:
         with pytest.raises(dpkfc.PrivacyError, match=message):
             predict("run", source)
     done = run("predict", "run", "empty")
-    assert done.exit_code == 2 and done.stderr.startswith("dpkfc: ") and done.stderr.count("\n") == 1
+    assert (
+        done.exit_code == 2 and done.stderr.startswith("dpkfc: ") and done.stderr.count("\n") == 1
+    )
 
 
 def test_help_says_what_is_free_and_what_is_not() -> None:
     shown = " ".join(run("predict", "--help").stdout.split())
-    assert "they cost no budget" in shown and "not covered by epsilon" in shown and "dpkfc predict runs/people" in shown
+    assert (
+        "they cost no budget" in shown
+        and "not covered by epsilon" in shown
+        and "dpkfc predict runs/people" in shown
+    )
 
 
 MARKS = """
@@ -230,8 +257,14 @@ def edit_config(**changes: Any) -> None:
 def test_a_changed_model_file_is_refused_before_it_is_run(marker: Path) -> None:
     original = Path("net.py").read_text()
     Path("net.py").write_text(original + "\n# changed\n")
-    for use in (lambda: restore("run"), lambda: restore("run", people()), lambda: predict("run", "people.csv")):
-        with pytest.raises(dpkfc.PrivacyError, match=r"net\.py:net has changed since the run, and was not run"):
+    for use in (
+        lambda: restore("run"),
+        lambda: restore("run", people()),
+        lambda: predict("run", "people.csv"),
+    ):
+        with pytest.raises(
+            dpkfc.PrivacyError, match=r"net\.py:net has changed since the run, and was not run"
+        ):
             use()
     assert run("predict", "run", "people.csv").exit_code == 2
     assert not marker.exists()

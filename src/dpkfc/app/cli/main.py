@@ -28,7 +28,11 @@ class Commands(TyperGroup):
         except BrokenPipeError:  # of `dpkfc ... | head`: typer's own matter
             raise
         except (PrivacyError, OSError) as error:
-            said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+            said = (
+                f"{error.filename}: {error.strerror}"
+                if isinstance(error, OSError) and error.filename
+                else error
+            )
             Console(stderr=True).print(Text(f"dpkfc: {said}", style="red"), soft_wrap=True)
             raise typer.Exit(2) from None
 
@@ -65,9 +69,13 @@ def demo(
     epsilon: Annotated[float, typer.Option(help="The privacy budget.")] = 3.0,
     delta: Annotated[float, typer.Option(help="The probability with which it may fail.")] = 1e-5,
     epochs: Annotated[float, typer.Option(help="Expected passes over the data.")] = 40.0,
-    seed: Annotated[int | None, typer.Option(help="For a reproducible run; by default noise is secret.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="For a reproducible run; by default noise is secret.")
+    ] = None,
     device: cli_train.Device = "cpu",
-    out: Annotated[Path | None, typer.Option(help="A folder for the table, a picture and a report.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for the table, a picture and a report.")
+    ] = None,
 ) -> None:
     """Train a small CNN privately on scikit-learn's handwritten digits, and show what it cost and gave.
 
@@ -99,13 +107,21 @@ def plan(
     delta: Annotated[float, typer.Option(help="The probability with which it may fail.")] = 1e-5,
     epochs: Annotated[float, typer.Option(help="Expected passes over the data.")] = 5.0,
     batch_size: Annotated[int, typer.Option(help="Records a step is expected to draw.")] = 256,
-    clip: Annotated[float, typer.Option(help="The norm to which each record's gradient is clipped.")] = 1.0,
+    clip: Annotated[
+        float, typer.Option(help="The norm to which each record's gradient is clipped.")
+    ] = 1.0,
     momentum: Annotated[float, typer.Option(help="Of torch.optim.SGD.")] = 0.9,
     nesterov: Annotated[bool, typer.Option("--nesterov", help="Nesterov's momentum.")] = False,
-    weight_decay: Annotated[float, typer.Option(help="Of torch.optim.SGD; matters times the learning rate.")] = 0.0,
+    weight_decay: Annotated[
+        float, typer.Option(help="Of torch.optim.SGD; matters times the learning rate.")
+    ] = 0.0,
     lr: Annotated[float, typer.Option(help="The learning rate.")] = 0.1,
-    decoupled: Annotated[bool, typer.Option("--decoupled", help="Weight decay apart from the gradient.")] = False,
-    max_buffers: Annotated[int, typer.Option(help="Copies of the model that noise may keep in memory.")] = 16,
+    decoupled: Annotated[
+        bool, typer.Option("--decoupled", help="Weight decay apart from the gradient.")
+    ] = False,
+    max_buffers: Annotated[
+        int, typer.Option(help="Copies of the model that noise may keep in memory.")
+    ] = 16,
 ) -> None:
     """Compare independent and correlated noise for a run of SGD, and state the privacy of the best.
 
@@ -127,8 +143,17 @@ def plan(
     console = Console()
     workload = Workload.sgd(momentum, weight_decay, lr=lr, coupled=not decoupled, nesterov=nesterov)
     size, steps = batches(records, batch_size, epochs, None)
-    run = {"records": records, "batch_size": size, "steps": steps, "clip": clip, "epsilon": epsilon, "delta": delta}
-    tried = track(recipes(max_buffers, records // size), "calibrating", console=console, transient=True)
+    run = {
+        "records": records,
+        "batch_size": size,
+        "steps": steps,
+        "clip": clip,
+        "epsilon": epsilon,
+        "delta": delta,
+    }
+    tried = track(
+        recipes(max_buffers, records // size), "calibrating", console=console, transient=True
+    )
     found = [evaluate(noise, workload, **run) for noise in tried]
     chosen = best(found)
     console.print(noise_table(found, chosen, workload.name))
@@ -141,7 +166,8 @@ def ledger(
     delta: Annotated[
         float | None,
         typer.Option(
-            help="The delta at which the total is stated.", show_default="the smallest of the data set's runs"
+            help="The delta at which the total is stated.",
+            show_default="the smallest of the data set's runs",
         ),
     ] = None,
 ) -> None:
@@ -214,14 +240,24 @@ EXPERIMENTS = {  # the names of the paper's tables and figures, or of what is co
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(help=f"The experiment: {', '.join(EXPERIMENTS)}.", show_default=False)],
-    quick: Annotated[bool, typer.Option("--quick", help="A small part of it, in seconds or minutes.")] = False,
+    name: Annotated[
+        str, typer.Argument(help=f"The experiment: {', '.join(EXPERIMENTS)}.", show_default=False)
+    ],
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A small part of it, in seconds or minutes.")
+    ] = False,
     data_dir: Annotated[
-        Path | None, typer.Option(help="The folder with the data sets: see dpkfc data.", show_default="$DPKFC_DATA")
+        Path | None,
+        typer.Option(
+            help="The folder with the data sets: see dpkfc data.", show_default="$DPKFC_DATA"
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The folder for results.", show_default="results/NAME")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The folder for results.", show_default="results/NAME")
+    ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="The first seed, for other random numbers.", show_default="as published")
+        int | None,
+        typer.Option(help="The first seed, for other random numbers.", show_default="as published"),
     ] = None,
     device: cli_train.Device = "cpu",
 ) -> None:
@@ -260,6 +296,9 @@ def reproduce(
     except (OSError, ValueError) as error:
         raise PrivacyError(str(error)) from error
     except KeyboardInterrupt:
-        console.print(f"stopped; what is done is in {order.out}. The same command goes on from here.", soft_wrap=True)
+        console.print(
+            f"stopped; what is done is in {order.out}. The same command goes on from here.",
+            soft_wrap=True,
+        )
         raise typer.Exit(130) from None
     console.print(f"[bold]{write_report(order.out)}[/bold]", soft_wrap=True, highlight=False)

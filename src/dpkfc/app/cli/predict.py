@@ -32,7 +32,9 @@ def predict(
             show_default=False,
         ),
     ],
-    out: Annotated[Path | None, typer.Option(help="A CSV file to write.", show_default="shown")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A CSV file to write.", show_default="shown")
+    ] = None,
 ) -> None:
     """Predict the class of new records, and how probable it is by the model.
 
@@ -59,7 +61,9 @@ def predict(
         with out.open("w", encoding="utf-8", newline="") as file:
             _write(found, file)
     except OSError as problem:
-        raise PrivacyError(f"--out {out} cannot be written ({problem.strerror}): choose another place") from problem
+        raise PrivacyError(
+            f"--out {out} cannot be written ({problem.strerror}): choose another place"
+        ) from problem
     Console().print(Text(f"wrote {out}: {len(found):,} predictions"), soft_wrap=True)
 
 

@@ -32,19 +32,35 @@ Source = Annotated[
     ),
 ]
 Target = Annotated[str | None, typer.Option(help="The column with the class, in a table.")]
-TextColumn = Annotated[str | None, typer.Option("--text", help="The column with the text, to learn from text.")]
-SchemaFile = Annotated[
-    Path | None, typer.Option("--schema", help="JSON: ranges and categories of the columns, and the classes.")
+TextColumn = Annotated[
+    str | None, typer.Option("--text", help="The column with the text, to learn from text.")
 ]
-Classes = Annotated[str | None, typer.Option(help="The classes, as in no,yes; or their number, for labels 0, 1, ...")]
-Test = Annotated[str, typer.Option("--test", help="The share kept for the test, or a file or folder of test records.")]
-Limits = Annotated[str | None, typer.Option("--range", help="LOW,HIGH of arrays that are not bytes, as in 0,1.")]
+SchemaFile = Annotated[
+    Path | None,
+    typer.Option("--schema", help="JSON: ranges and categories of the columns, and the classes."),
+]
+Classes = Annotated[
+    str | None,
+    typer.Option(help="The classes, as in no,yes; or their number, for labels 0, 1, ..."),
+]
+Test = Annotated[
+    str,
+    typer.Option(
+        "--test", help="The share kept for the test, or a file or folder of test records."
+    ),
+]
+Limits = Annotated[
+    str | None, typer.Option("--range", help="LOW,HIGH of arrays that are not bytes, as in 0,1.")
+]
 Size = Annotated[int, typer.Option(help="Side of the square that image files are brought to.")]
 Grey = Annotated[bool, typer.Option("--grey", help="Read image files in shades of grey.")]
 TextFeatures = Annotated[int, typer.Option(help="Features that words are hashed into.")]
-Indicators = Annotated[bool, typer.Option("--indicators", help="Features that say where a number is missing.")]
+Indicators = Annotated[
+    bool, typer.Option("--indicators", help="Features that say where a number is missing.")
+]
 DataDir = Annotated[
-    Path | None, typer.Option(help="Where the data sets are that go by a name.", show_default="$DPKFC_DATA")
+    Path | None,
+    typer.Option(help="Where the data sets are that go by a name.", show_default="$DPKFC_DATA"),
 ]
 Model = Annotated[
     str | None,
@@ -56,20 +72,30 @@ Model = Annotated[
 ]
 Delta = Annotated[
     float | None,
-    typer.Option(help="The probability with which epsilon may fail.", show_default="a tenth of 1 / records"),
+    typer.Option(
+        help="The probability with which epsilon may fail.", show_default="a tenth of 1 / records"
+    ),
 ]
 BatchSize = Annotated[
-    int | None, typer.Option(help="Records a step is expected to draw.", show_default="what makes 800 steps")
+    int | None,
+    typer.Option(help="Records a step is expected to draw.", show_default="what makes 800 steps"),
 ]
 Method = Annotated[Literal["kfc", "sgd"], typer.Option(help="DP-KFC, or plain DP-SGD.")]
 NoiseKind = Annotated[
-    Literal["auto", "independent"], typer.Option(help="auto: correlated noise where it leaves less in the weights.")
+    Literal["auto", "independent"],
+    typer.Option(help="auto: correlated noise where it leaves less in the weights."),
 ]
 PhysicalBatchSize = Annotated[int, typer.Option(help="Records in memory at once.")]
-LedgerFile = Annotated[Path | None, typer.Option("--ledger", help="Charge every step here, before its result is seen.")]
+LedgerFile = Annotated[
+    Path | None, typer.Option("--ledger", help="Charge every step here, before its result is seen.")
+]
 DatasetName = Annotated[
     str | None,
-    typer.Option("--dataset", help="The name of these people's data in the ledger.", show_default="SOURCE's name"),
+    typer.Option(
+        "--dataset",
+        help="The name of these people's data in the ledger.",
+        show_default="SOURCE's name",
+    ),
 ]
 Budget = Annotated[
     str | None,
@@ -90,7 +116,9 @@ RecordCount = Annotated[
         show_default="the true number, taken as public",
     ),
 ]
-Out = Annotated[Path | None, typer.Option(help="The folder of the run.", show_default="runs/SOURCE's name")]
+Out = Annotated[
+    Path | None, typer.Option(help="The folder of the run.", show_default="runs/SOURCE's name")
+]
 Seed = Annotated[int | None, typer.Option(help="For experiments only: by default noise is secret.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 
@@ -118,14 +146,22 @@ def train(
     data_dir: DataDir = None,
     model: Model = None,
     delta: Delta = None,
-    epochs: Annotated[float | None, typer.Option(help="Expected passes over the data.", show_default="15")] = None,
+    epochs: Annotated[
+        float | None, typer.Option(help="Expected passes over the data.", show_default="15")
+    ] = None,
     batch_size: BatchSize = None,
-    lr: Annotated[float | None, typer.Option(help="The learning rate.", show_default="by the noise")] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="The learning rate.", show_default="by the noise")
+    ] = None,
     rho: Annotated[
-        float | None, typer.Option(help="The noise length that the learning rate is chosen by.", show_default="2")
+        float | None,
+        typer.Option(
+            help="The noise length that the learning rate is chosen by.", show_default="2"
+        ),
     ] = None,
     clip: Annotated[
-        float | None, typer.Option(help="The norm to which mapped gradients are clipped.", show_default="1")
+        float | None,
+        typer.Option(help="The norm to which mapped gradients are clipped.", show_default="1"),
     ] = None,
     method: Method = "kfc",
     noise: NoiseKind = "auto",
@@ -164,7 +200,18 @@ def train(
 
     console, name = Console(), name_of(source)
     options = options_of(
-        target, text, schema, classes, test, limits, size, grey, text_features, indicators, data_dir, model
+        target,
+        text,
+        schema,
+        classes,
+        test,
+        limits,
+        size,
+        grey,
+        text_features,
+        indicators,
+        data_dir,
+        model,
     )
     settings = training.Settings(
         epsilon=epsilon,
@@ -196,7 +243,11 @@ def train(
         done = False
     if not done:
         begun = (out / "config.json").exists()
-        where = f"everything is in {out}. The same command goes on from here" if begun else "nothing was begun or spent"
+        where = (
+            f"everything is in {out}. The same command goes on from here"
+            if begun
+            else "nothing was begun or spent"
+        )
         console.print(Text(f"stopped; {where}."), soft_wrap=True)
         raise typer.Exit(130)
     training.finish(out, console)
@@ -205,9 +256,14 @@ def train(
 def data(
     source: Annotated[
         str | None,
-        typer.Argument(help="As in dpkfc train; or fetch, to download the data set NAME.", show_default="list names"),
+        typer.Argument(
+            help="As in dpkfc train; or fetch, to download the data set NAME.",
+            show_default="list names",
+        ),
     ] = None,
-    name: Annotated[str | None, typer.Argument(help="With fetch: the data set.", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="With fetch: the data set.", show_default=False)
+    ] = None,
     target: Target = None,
     text: TextColumn = None,
     schema: SchemaFile = None,
@@ -220,7 +276,8 @@ def data(
     indicators: Indicators = False,
     data_dir: DataDir = None,
     suggest_schema: Annotated[
-        Path | None, typer.Option(help="Write a draft of the schema of a table here, for a person to check.")
+        Path | None,
+        typer.Option(help="Write a draft of the schema of a table here, for a person to check."),
     ] = None,
 ) -> None:
     """Describe a source of data, and say what of it is taken as public; or fetch a public data set.
@@ -249,11 +306,15 @@ def data(
     is_table = Path(source).suffix.lower() in TABLES and Path(source).is_file()
     if suggest_schema is not None:
         if not is_table or target is None:
-            raise PrivacyError("--suggest-schema is for a table, and needs --target, the column with the class")
+            raise PrivacyError(
+                "--suggest-schema is for a table, and needs --target, the column with the class"
+            )
         return _suggest(Path(source), target, text, suggest_schema, console)
     if is_table and schema is None and text is None:
         return _columns(Path(source), console)
-    options = options_of(target, text, schema, classes, test, limits, size, grey, text_features, indicators, data_dir)
+    options = options_of(
+        target, text, schema, classes, test, limits, size, grey, text_features, indicators, data_dir
+    )
     _describe(source, load_source(source, options, console), console)
     if is_table and text is None and target is not None:
         _show_misfits(Path(source), target, options["schema"], console)
@@ -276,12 +337,20 @@ def _list_known(data_dir: Path | None, console: Console) -> None:
     from dpkfc.app.readers.download import KNOWN, is_present
 
     place = _place(data_dir)
-    where = "no data directory is named: give --data-dir, or set DPKFC_DATA" if place is None else f"in {place}"
-    table = Table("name", "what", "megabytes", "", title=Text(f"Data sets ({where})"), title_justify="left")
+    where = (
+        "no data directory is named: give --data-dir, or set DPKFC_DATA"
+        if place is None
+        else f"in {place}"
+    )
+    table = Table(
+        "name", "what", "megabytes", "", title=Text(f"Data sets ({where})"), title_justify="left"
+    )
     table.add_row("digits", "1,797 written digits, 8 x 8", "", "comes with scikit-learn")
     for name, known in KNOWN.items():
         there = place is not None and is_present(name, place)
-        table.add_row(name, known.what, str(known.megabytes), "there" if there else f"dpkfc data fetch {name}")
+        table.add_row(
+            name, known.what, str(known.megabytes), "there" if there else f"dpkfc data fetch {name}"
+        )
     console.print(table)
 
 
@@ -290,7 +359,9 @@ def _fetch(word: str, name: str | None, data_dir: Path | None, console: Console)
 
     place = _place(data_dir)
     if word != "fetch" or name is None:
-        raise PrivacyError(f"give one source, or write dpkfc data fetch NAME, with a name of {', '.join(KNOWN)}")
+        raise PrivacyError(
+            f"give one source, or write dpkfc data fetch NAME, with a name of {', '.join(KNOWN)}"
+        )
     if place is None:
         raise PrivacyError("where shall the data go? Give --data-dir DIR, or set DPKFC_DATA")
     fetch(name, place, console)
@@ -310,11 +381,15 @@ def name_of(source: str) -> str:
     return Path(source).name.split(".")[0] or "data"
 
 
-def show_remarks(loaded: Loaded, seed: int | None, console: Console, records: int | None = None) -> None:
+def show_remarks(
+    loaded: Loaded, seed: int | None, console: Console, records: int | None = None
+) -> None:
     for remark in loaded.all_remarks(records):
         console.print(Text(f"- {remark}"), soft_wrap=True)
     if seed is not None:
-        console.print(Text("- with a seed whoever knows it can take the noise away: for experiments only"))
+        console.print(
+            Text("- with a seed whoever knows it can take the noise away: for experiments only")
+        )
 
 
 def options_of(
@@ -361,7 +436,9 @@ def load_source(source: str, options: dict[str, Any], console: Console) -> Loade
             return load(source, **options)
     except PrivacyError as problem:
         if source in KNOWN and isinstance(problem.__cause__, FileNotFoundError):
-            raise PrivacyError(f"{problem}. Or fetch it: dpkfc data fetch {source} --data-dir DIR") from problem
+            raise PrivacyError(
+                f"{problem}. Or fetch it: dpkfc data fetch {source} --data-dir DIR"
+            ) from problem
         raise
 
 
@@ -371,7 +448,9 @@ def _classes(given: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in given.split(","))
     if len(names) == 1 and names[0].isdecimal():
         if int(names[0]) > MOST_CLASSES:
-            raise PrivacyError(f"--classes {given}: a number of classes, at most {MOST_CLASSES}, or their names")
+            raise PrivacyError(
+                f"--classes {given}: a number of classes, at most {MOST_CLASSES}, or their names"
+            )
         return tuple(map(str, range(int(names[0]))))
     return names
 
@@ -380,7 +459,9 @@ def _range(given: str) -> tuple[float, float]:
     try:
         low, high = map(float, given.split(","))
     except ValueError:
-        raise PrivacyError(f"--range {given}: give two numbers with a comma between them, as in --range 0,1") from None
+        raise PrivacyError(
+            f"--range {given}: give two numbers with a comma between them, as in --range 0,1"
+        ) from None
     return low, high
 
 
@@ -388,16 +469,26 @@ def _suggest(source: Path, target: str, text: str | None, file: Path, console: C
     from dpkfc.app.readers.tables import suggest_schema
 
     if file.exists():
-        raise PrivacyError(f"{file} exists, and a person may have edited it: remove it first, or choose another name")
+        raise PrivacyError(
+            f"{file} exists, and a person may have edited it: remove it first, or choose another name"
+        )
     if not file.parent.is_dir():
-        raise PrivacyError(f"--suggest-schema {file}: there is no folder {file.parent}: make it, or choose another")
+        raise PrivacyError(
+            f"--suggest-schema {file}: there is no folder {file.parent}: make it, or choose another"
+        )
     schema, left_out = suggest_schema(source, target, text)
-    body = ",\n".join(f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in schema.items())
+    body = ",\n".join(
+        f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in schema.items()
+    )
     file.write_text(f"{{\n{body}\n}}\n")
-    console.print(Text(f"wrote {file}: {len(schema)} of {len(schema) + len(left_out)} columns"), soft_wrap=True)
+    console.print(
+        Text(f"wrote {file}: {len(schema)} of {len(schema) + len(left_out)} columns"),
+        soft_wrap=True,
+    )
     if left_out:
         console.print(
-            Text(f"left out (one value, many words, or not asked for): {', '.join(left_out)}"), soft_wrap=True
+            Text(f"left out (one value, many words, or not asked for): {', '.join(left_out)}"),
+            soft_wrap=True,
         )
     console.print(Text(NOT_COVERED, style="bold yellow"), soft_wrap=True)
 
@@ -428,7 +519,9 @@ def _describe(source: str, loaded: Loaded, console: Console) -> None:
         table.add_row("note", Text(remark))
     counts = loaded.train.tensors[1].bincount(minlength=loaded.classes).tolist()
     shown = ", ".join(f"{name} {count:,}" for name, count in zip(loaded.names, counts, strict=True))
-    table.add_row("not private", Text(f"records of each class to train on, for your eyes only: {shown}"))
+    table.add_row(
+        "not private", Text(f"records of each class to train on, for your eyes only: {shown}")
+    )
     console.print(table)
 
 
@@ -441,11 +534,11 @@ def _show_misfits(source: Path, target: str, schema: dict[str, Any], console: Co
     for heading in ("unknown category", "missing", "outside the range"):
         table.add_column(heading, justify="right")
     for one in found:
-        table.add_row(Text(one.name), *(f"{count:,}" for count in (one.unknown, one.missing, one.clamped)))
+        table.add_row(
+            Text(one.name), *(f"{count:,}" for count in (one.unknown, one.missing, one.clamped))
+        )
     console.print(table)
     for one in found:
         if one.unknown and one.unknown + one.missing == one.cells:
-            said = (
-                f"{one.name}: no cell is a category of the schema, so nothing is learned from it: compare the spelling"
-            )
+            said = f"{one.name}: no cell is a category of the schema, so nothing is learned from it: compare the spelling"
             console.print(Text(said, style="bold yellow"), soft_wrap=True)

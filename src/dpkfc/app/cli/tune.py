@@ -28,26 +28,47 @@ def register(app: typer.Typer) -> None:
 def tune(
     source: options.Source,
     epsilon: Annotated[
-        float, typer.Option(help="The privacy budget; of private data, for all of the tuning.", show_default=False)
+        float,
+        typer.Option(
+            help="The privacy budget; of private data, for all of the tuning.", show_default=False
+        ),
     ],
-    public: Annotated[bool, typer.Option("--public", help="The data is public: tuning is free.")] = False,
+    public: Annotated[
+        bool, typer.Option("--public", help="The data is public: tuning is free.")
+    ] = False,
     tries: Annotated[
-        float | None, typer.Option(help="How many; of private data how many are expected.", show_default="20, or 10")
+        float | None,
+        typer.Option(
+            help="How many; of private data how many are expected.", show_default="20, or 10"
+        ),
     ] = None,
     rho: Annotated[
-        str | None, typer.Option(help="The noise length: LOW,HIGH to choose from, or a number.", show_default=RHO)
+        str | None,
+        typer.Option(
+            help="The noise length: LOW,HIGH to choose from, or a number.", show_default=RHO
+        ),
     ] = None,
-    lr: Annotated[str | None, typer.Option(help="The learning rate instead of --rho, in the same form.")] = None,
-    clip: Annotated[str | None, typer.Option(help="The clip, in the same form.", show_default="1")] = None,
+    lr: Annotated[
+        str | None, typer.Option(help="The learning rate instead of --rho, in the same form.")
+    ] = None,
+    clip: Annotated[
+        str | None, typer.Option(help="The clip, in the same form.", show_default="1")
+    ] = None,
     epochs: Annotated[
-        str | None, typer.Option(help="Passes over the data; LOW,HIGH with --public only.", show_default="15")
+        str | None,
+        typer.Option(help="Passes over the data; LOW,HIGH with --public only.", show_default="15"),
     ] = None,
     validation: Annotated[
         str,
-        typer.Option(help="The share of the records that tries are scored on, or a file or folder of public records."),
+        typer.Option(
+            help="The share of the records that tries are scored on, or a file or folder of public records."
+        ),
     ] = "0.2",
     score_noise: Annotated[
-        float | None, typer.Option(help="Standard deviation of the noise on the score.", show_default="50 / epsilon")
+        float | None,
+        typer.Option(
+            help="Standard deviation of the noise on the score.", show_default="50 / epsilon"
+        ),
     ] = None,
     target: options.Target = None,
     text: options.TextColumn = None,
@@ -70,7 +91,8 @@ def tune(
     dataset: options.DatasetName = None,
     budget: options.Budget = None,
     out: Annotated[
-        Path | None, typer.Option(help="The folder of the tuning.", show_default="runs/SOURCE's name-tuning")
+        Path | None,
+        typer.Option(help="The folder of the tuning.", show_default="runs/SOURCE's name-tuning"),
     ] = None,
     seed: options.Seed = None,
     device: options.Device = "cpu",
@@ -105,7 +127,9 @@ def tune(
             "--public says that the data needs no protection: leave out --ledger, --budget and --score-noise"
         )
     if not public and "epochs" in space:
-        raise PrivacyError("--epochs: the price is that of a fixed number of steps. Give one number, or tune --public")
+        raise PrivacyError(
+            "--epochs: the price is that of a fixed number of steps. Give one number, or tune --public"
+        )
     settings = training.Settings(
         epsilon=epsilon,
         delta=delta,
@@ -124,18 +148,36 @@ def tune(
     training.check(settings)
     tries = tuning_runs.read_tries(tries, public)
     chosen = options.options_of(
-        target, text, schema, classes, test, limits, size, grey, text_features, indicators, data_dir, model
+        target,
+        text,
+        schema,
+        classes,
+        test,
+        limits,
+        size,
+        grey,
+        text_features,
+        indicators,
+        data_dir,
+        model,
     )
     out = out or Path("runs") / f"{name}-tuning"
     with locked(out):
         loaded = options.load_source(source, chosen, console)
         options.show_remarks(loaded, None if public else seed, console)
         held_out = tuning_runs.hold_out(
-            loaded, validation, lambda path: options.load_source(path, {**chosen, "test": 0}, console)
+            loaded,
+            validation,
+            lambda path: options.load_source(path, {**chosen, "test": 0}, console),
         )
         work = tuning_runs.prepare(held_out, settings, space, console)
         spreads = {name: str(spread) for name, spread in space.items()}
-        asked = {"public": public, "space": spreads, "validation": validation, "score_noise": score_noise}
+        asked = {
+            "public": public,
+            "space": spreads,
+            "validation": validation,
+            "score_noise": score_noise,
+        }
         config = {
             "settings": {**asdict(settings), "model": work.built.name},
             "tuning": {**asked, **({} if public else {"tries": tries})},
@@ -150,7 +192,10 @@ def tune(
             else:
                 tuning_runs.privately(work, tries, score_noise, config, out, console)
         except KeyboardInterrupt:
-            console.print(f"stopped; everything is in {out}. The same command goes on from here.", soft_wrap=True)
+            console.print(
+                f"stopped; everything is in {out}. The same command goes on from here.",
+                soft_wrap=True,
+            )
             raise typer.Exit(130) from None
 
 
@@ -162,9 +207,16 @@ def _space(
 
     if rho is not None and lr is not None:
         raise PrivacyError("--lr and --rho both say how large steps are: give one of them")
-    texts = {"rho": RHO if rho is None and lr is None else rho, "lr": lr, "clip": clip, "epochs": epochs}
+    texts = {
+        "rho": RHO if rho is None and lr is None else rho,
+        "lr": lr,
+        "clip": clip,
+        "epochs": epochs,
+    }
     found = {name: Spread.parse(name, text) for name, text in texts.items() if text is not None}
     space = {name: spread for name, spread in found.items() if spread.tuned}
     if not space:
-        raise PrivacyError("there is nothing to choose: give LOW,HIGH for --rho, --lr, --clip or --epochs")
+        raise PrivacyError(
+            "there is nothing to choose: give LOW,HIGH for --rho, --lr, --clip or --epochs"
+        )
     return {name: spread.low for name, spread in found.items() if not spread.tuned}, space

@@ -59,7 +59,9 @@ class ImageEncoder(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, backbone: nn.Module, width: int, mean: Sequence[float], std: Sequence[float]) -> None:
+    def __init__(
+        self, backbone: nn.Module, width: int, mean: Sequence[float], std: Sequence[float]
+    ) -> None:
         super().__init__()
         self.backbone, self.width = backbone, width
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
@@ -67,7 +69,9 @@ class ImageEncoder(nn.Module):
         self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1))
 
     def forward(self, images: Tensor) -> Tensor:
-        output = self.backbone((images.expand(-1, self.mean.shape[1], -1, -1) - self.mean) / self.std)
+        output = self.backbone(
+            (images.expand(-1, self.mean.shape[1], -1, -1) - self.mean) / self.std
+        )
         hidden = output if isinstance(output, Tensor) else output.last_hidden_state
         while hidden.dim() > 2:  # [N, tokens, width], or [N, width, height, width]
             hidden = hidden.mean(1) if hidden.dim() == 3 else hidden.flatten(2).transpose(1, 2)
@@ -85,12 +89,20 @@ def tokenizer(path: str) -> tuple[Callable[[Sequence[str]], Tensor], Tokens]:
     if found.pad_token_id is None:
         found.pad_token = found.eos_token
     if found.pad_token_id is None:
-        raise PrivacyError(f"{path}: its tokenizer has no padding token: name one in tokenizer_config.json")
+        raise PrivacyError(
+            f"{path}: its tokenizer has no padding token: name one in tokenizer_config.json"
+        )
     config = _found(path, lambda: transformers.AutoConfig.from_pretrained(path))
     length = min(TOKENS, getattr(config, "max_position_embeddings", TOKENS))
 
     def encode(texts: Sequence[str]) -> Tensor:
-        coded = found(list(texts), padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+        coded = found(
+            list(texts),
+            padding="max_length",
+            truncation=True,
+            max_length=length,
+            return_tensors="pt",
+        )
         ids: Tensor = coded["input_ids"]
         return ids
 
@@ -107,14 +119,19 @@ def text_encoder(path: str, pad: int) -> TextEncoder:
 def image_encoder(path: str) -> ImageEncoder:
     if path.startswith("timm/"):
         return _timm(path.removeprefix("timm/"))
-    from_pretrained: Any = _transformers().image_processing_base.ImageProcessingMixin.get_image_processor_dict
+    from_pretrained: Any = (
+        _transformers().image_processing_base.ImageProcessingMixin.get_image_processor_dict
+    )
     backbone, config = _pretrained(path)
     try:
         pixels = from_pretrained(path)[0]
     except (OSError, ValueError):
         pixels = {}
     return ImageEncoder(
-        backbone, _width(path, config), pixels.get("image_mean") or MEAN, pixels.get("image_std") or STD
+        backbone,
+        _width(path, config),
+        pixels.get("image_mean") or MEAN,
+        pixels.get("image_std") or STD,
     )
 
 
@@ -130,7 +147,9 @@ def classifier(encoder: Encoder, classes: int, way: str) -> nn.Sequential:
             import peft
         except ImportError:
             raise PrivacyError("lora: needs peft: pip install peft") from None
-        config = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", exclude_modules=".*pooler.*")
+        config = peft.LoraConfig(
+            r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", exclude_modules=".*pooler.*"
+        )
         encoder.backbone = peft.get_peft_model(backbone, config)
     head = nn.Linear(encoder.width, classes)
     nn.init.zeros_(head.weight)
@@ -154,7 +173,9 @@ def _transformers() -> Any:
         import transformers
         import transformers.image_processing_base
     except ImportError:
-        raise PrivacyError("a pretrained model needs transformers: pip install transformers") from None
+        raise PrivacyError(
+            "a pretrained model needs transformers: pip install transformers"
+        ) from None
     return transformers
 
 
@@ -175,7 +196,10 @@ def _found(path: str, load: Callable[[], Any]) -> Any:
 
 
 def _width(path: str, config: Any) -> int:
-    width = getattr(config, "hidden_size", None) or (getattr(config, "hidden_sizes", None) or [None])[-1]
+    width = (
+        getattr(config, "hidden_size", None)
+        or (getattr(config, "hidden_sizes", None) or [None])[-1]
+    )
     if not isinstance(width, int):
         raise PrivacyError(f"{path}: its config names no hidden_size: use a text or image encoder")
     return width
@@ -186,6 +210,8 @@ def _timm(name: str) -> ImageEncoder:
         import timm
     except ImportError:
         raise PrivacyError(f"timm/{name} needs timm: pip install timm") from None
-    backbone = _found(f"timm/{name}", lambda: timm.create_model(name, pretrained=True, num_classes=0))
+    backbone = _found(
+        f"timm/{name}", lambda: timm.create_model(name, pretrained=True, num_classes=0)
+    )
     pixels = timm.data.resolve_model_data_config(backbone)
     return ImageEncoder(backbone, backbone.num_features, pixels["mean"], pixels["std"])

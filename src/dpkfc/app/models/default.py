@@ -27,7 +27,10 @@ NAMES = ("linear", "mlp", "cnn", "scattering")
 HIDDEN = 64
 FEW = 8  # probes that a model is tried on
 PROBES = 2048  # that thousands of scattering features are known by
-SMALLEST, WIDEST = 16, 2**14  # the side of images, and the features, for which scattering is the default
+SMALLEST, WIDEST = (
+    16,
+    2**14,
+)  # the side of images, and the features, for which scattering is the default
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,14 @@ def is_own(name: str) -> bool:
     return backbone.parse(name) is None and name.rpartition(":")[0].endswith(".py")
 
 
-def build(name: str, kind: Kind, shape: tuple[int, ...], classes: int, probe: Probe, code: str | None = None) -> Built:
+def build(
+    name: str,
+    kind: Kind,
+    shape: tuple[int, ...],
+    classes: int,
+    probe: Probe,
+    code: str | None = None,
+) -> Built:
     """The model, tried on zeros and on probes: its output must be one finite number for each class.
 
     Args:
@@ -75,14 +85,21 @@ def build(name: str, kind: Kind, shape: tuple[int, ...], classes: int, probe: Pr
             is run, and what is run is what was compared.
     """
     if name in ("cnn", "scattering") and kind != "images":
-        raise PrivacyError(f"--model {name} is for images, not for {kind} data: choose linear or mlp")
+        raise PrivacyError(
+            f"--model {name} is for images, not for {kind} data: choose linear or mlp"
+        )
     if name == "scattering":
         if min(shape[1:]) < 8:
-            raise PrivacyError(f"--model scattering needs images of at least 8 x 8, not {shape[1:]}: choose cnn")
+            raise PrivacyError(
+                f"--model scattering needs images of at least 8 x 8, not {shape[1:]}: choose cnn"
+            )
         assert isinstance(probe, PinkNoise)
         features: Callable[[Any], Tensor] = standardised(Scattering(shape), probe, PROBES)  # type: ignore[arg-type]
         return Built(
-            name, _linear(scattered(shape), classes), features, TransformedProbe(replace(probe, count=PROBES), features)
+            name,
+            _linear(scattered(shape), classes),
+            features,
+            TransformedProbe(replace(probe, count=PROBES), features),
         )
     if name == "linear":
         return Built(name, _linear(_size(shape), classes), None, probe)
@@ -101,13 +118,17 @@ def _pretrained(
     name: str, way: str, path: str, kind: Kind, shape: tuple[int, ...], classes: int, probe: Probe
 ) -> Built:
     if kind == "tabular":
-        raise PrivacyError(f"--model {name} is for images and texts, not for tabular data: choose linear or mlp")
+        raise PrivacyError(
+            f"--model {name} is for images and texts, not for tabular data: choose linear or mlp"
+        )
     if kind == "text" and not isinstance(probe, Tokens):
         raise PrivacyError(
             f"--model {name} reads token ids, but the texts are hashed words: load with tokenizer={path!r}"
         )
     encoder: backbone.Encoder = (
-        backbone.text_encoder(path, probe.pad or 0) if isinstance(probe, Tokens) else backbone.image_encoder(path)
+        backbone.text_encoder(path, probe.pad or 0)
+        if isinstance(probe, Tokens)
+        else backbone.image_encoder(path)
     )
     whole = backbone.classifier(encoder, classes, way)
     _checked(whole, name, shape, classes, probe, torch.long if kind == "text" else torch.float32)
@@ -171,15 +192,21 @@ def _own(name: str, code: str | None) -> tuple[Callable[..., Any], str]:
     try:
         exec(compile(source, str(file), "exec"), module.__dict__)
     except (Exception, SystemExit) as problem:
-        raise PrivacyError(f"--model {name}: {file} fails with {type(problem).__name__}: {problem}") from problem
+        raise PrivacyError(
+            f"--model {name}: {file} fails with {type(problem).__name__}: {problem}"
+        ) from problem
     found = getattr(module, function, None)
     if not callable(found):
         known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise PrivacyError(f"--model {name}: {file} has no function {function!r}; it has {', '.join(known) or 'none'}")
+        raise PrivacyError(
+            f"--model {name}: {file} has no function {function!r}; it has {', '.join(known) or 'none'}"
+        )
     return found, digest
 
 
-def _call(function: Callable[..., Any], name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
+def _call(
+    function: Callable[..., Any], name: str, shape: tuple[int, ...], classes: int
+) -> nn.Module:
     wanted = _wanted(function)
     if wanted not in (0, 2):
         raise PrivacyError(
@@ -188,9 +215,13 @@ def _call(function: Callable[..., Any], name: str, shape: tuple[int, ...], class
     try:
         model = function(shape, classes) if wanted else function()
     except (Exception, SystemExit) as problem:
-        raise PrivacyError(f"--model {name} fails with {type(problem).__name__}: {problem}") from problem
+        raise PrivacyError(
+            f"--model {name} fails with {type(problem).__name__}: {problem}"
+        ) from problem
     if not isinstance(model, nn.Module):
-        raise PrivacyError(f"--model {name} returned {type(model).__name__}: it must return a torch.nn.Module")
+        raise PrivacyError(
+            f"--model {name} returned {type(model).__name__}: it must return a torch.nn.Module"
+        )
     return model
 
 
@@ -201,7 +232,11 @@ def _wanted(function: Callable[..., Any]) -> int:
     (2, 2, 0)
     """
     parameters = inspect.signature(function).parameters.values()
-    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    required = [
+        p
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     any_number = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     return 2 if not required and (any_number or len(parameters) == 2) else len(required)
 
@@ -222,7 +257,9 @@ def _checked(
             of_probes = call(model, few)
     except Exception as problem:
         first = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
-        raise PrivacyError(f"--model {name} does not take inputs of shape {shape}: {first}") from problem
+        raise PrivacyError(
+            f"--model {name} does not take inputs of shape {shape}: {first}"
+        ) from problem
     model.train(training)
     found = tuple(output.shape[1:]) if isinstance(output, Tensor) else type(output).__name__
     if found != (classes,):

@@ -19,13 +19,19 @@ def groupnorm_resnet(depth: int = 20, classes: int = 10) -> nn.Sequential:
     blocks, rest = divmod(depth - 2, 6)
     if rest or blocks < 1:
         raise ValueError(f"depth={depth}: a CIFAR ResNet has 6n + 2 layers, such as 20, 32 or 44")
-    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.GroupNorm(GROUPS, 16), nn.ReLU()]
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 16, 3, padding=1, bias=False),
+        nn.GroupNorm(GROUPS, 16),
+        nn.ReLU(),
+    ]
     channels = 16
     for width in (16, 32, 64):
         for _ in range(blocks):
             layers.append(Block(channels, width))
             channels = width
-    network = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+    network = nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)
+    )
     return taking((3, 32, 32), network)
 
 

@@ -20,7 +20,9 @@ def tiny_vit(
 ) -> nn.Sequential:
     """A ViT classifier of images [channels, image, image]; by default 64 tokens, 2.7 million weights."""
     if image % patch or width % heads:
-        raise ValueError(f"patch={patch} must divide image={image}, and heads={heads} must divide width={width}")
+        raise ValueError(
+            f"patch={patch} must divide image={image}, and heads={heads} must divide width={width}"
+        )
     network = nn.Sequential(
         PatchEmbedding(channels, width, patch, tokens=(image // patch) ** 2),
         *(Block(width, heads) for _ in range(depth)),
@@ -52,7 +54,9 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(width)
         self.attention = Attention(width, heads)
         self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -73,7 +77,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            part(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value)
+            part(x).unflatten(2, (self.heads, -1)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
         )
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         y: Tensor = self.out(mixed)

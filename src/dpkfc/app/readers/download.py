@@ -18,7 +18,14 @@ from typing import IO
 from urllib.request import urlopen
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from dpkfc.errors import PrivacyError
 
@@ -46,8 +53,14 @@ class Known:
 
 
 def _idx(folder: str, base: str, sums: tuple[str, str, str, str]) -> tuple[Remote, ...]:
-    names = [f"{part}-{what}-ubyte.gz" for part in ("train", "t10k") for what in ("images-idx3", "labels-idx1")]
-    return tuple(Remote(base + name, one, f"{folder}/{name}") for name, one in zip(names, sums, strict=True))
+    names = [
+        f"{part}-{what}-ubyte.gz"
+        for part in ("train", "t10k")
+        for what in ("images-idx3", "labels-idx1")
+    ]
+    return tuple(
+        Remote(base + name, one, f"{folder}/{name}") for name, one in zip(names, sums, strict=True)
+    )
 
 
 TORONTO = "https://www.cs.toronto.edu/~kriz"
@@ -110,12 +123,24 @@ KNOWN = {
     "pathmnist": Known(
         "107,180 pieces of tissue of 9 kinds, 28 x 28",
         206,
-        (Remote(f"{ZENODO}/pathmnist.npz?download=1", "a8b06965200029087d5bd730944a56c1", "pathmnist.npz"),),
+        (
+            Remote(
+                f"{ZENODO}/pathmnist.npz?download=1",
+                "a8b06965200029087d5bd730944a56c1",
+                "pathmnist.npz",
+            ),
+        ),
     ),
     "pneumoniamnist": Known(
         "5,856 X-rays of lungs, ill or not, 28 x 28",
         4,
-        (Remote(f"{ZENODO}/pneumoniamnist.npz?download=1", "28209eda62fecd6e6a2d98b1501bb15f", "pneumoniamnist.npz"),),
+        (
+            Remote(
+                f"{ZENODO}/pneumoniamnist.npz?download=1",
+                "28209eda62fecd6e6a2d98b1501bb15f",
+                "pneumoniamnist.npz",
+            ),
+        ),
     ),
     "imdb": Known(
         "50,000 reviews of films, for or against",
@@ -142,7 +167,9 @@ KNOWN = {
 
 def is_present(name: str, data_dir: Path) -> bool:
     """Whether the data set is there, fetched or put there by hand, in a form that its reader knows."""
-    return all(_is_there(data_dir / file.to) for file in KNOWN[name].files) or any(data_dir.glob(f"{name}.csv*"))
+    return all(_is_there(data_dir / file.to) for file in KNOWN[name].files) or any(
+        data_dir.glob(f"{name}.csv*")
+    )
 
 
 def fetch(name: str, data_dir: Path, console: Console) -> None:
@@ -152,7 +179,9 @@ def fetch(name: str, data_dir: Path, console: Console) -> None:
     for file in KNOWN[name].files:
         target = data_dir / file.to
         if _is_there(target):
-            console.print(f"{target} is there already", markup=False, highlight=False, soft_wrap=True)
+            console.print(
+                f"{target} is there already", markup=False, highlight=False, soft_wrap=True
+            )
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f".{target.name}.part")
@@ -177,9 +206,19 @@ def _is_there(target: Path) -> bool:
 def _download(file: Remote, target: Path, part: Path, console: Console) -> None:
     try:
         with urlopen(file.url, timeout=SECONDS) as answer, part.open("wb") as into:
-            found = _copy(answer, into, target.name, int(answer.headers.get("Content-Length", 0)) or None, console)
+            found = _copy(
+                answer,
+                into,
+                target.name,
+                int(answer.headers.get("Content-Length", 0)) or None,
+                console,
+            )
     except (OSError, HTTPException) as problem:
-        how = f"put it there: {target}" if file.members is None else f"unpack it into the folder {target}"
+        how = (
+            f"put it there: {target}"
+            if file.members is None
+            else f"unpack it into the folder {target}"
+        )
         raise PrivacyError(
             f"{file.url} cannot be fetched ({getattr(problem, 'reason', problem)}). Fetch it where there is a network, "
             f"check that its md5 is {file.md5}, and {how}"
@@ -193,7 +232,12 @@ def _download(file: Remote, target: Path, part: Path, console: Console) -> None:
 
 def _copy(answer: IO[bytes], into: IO[bytes], name: str, size: int | None, console: Console) -> str:
     """The md5 of what came."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
     digest = md5(usedforsecurity=False)
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
         task = progress.add_task(name, total=size)
@@ -212,16 +256,24 @@ def _unpack(members: str, archive: Path, target: Path, console: Console) -> None
         with console.status(f"unpacking into {target}"), tarfile.open(archive) as opened:
             for member in opened:
                 name = re.fullmatch(members, member.name.removeprefix("./"))
-                content = opened.extractfile(member) if name and member.isfile() and ".." not in member.name else None
+                content = (
+                    opened.extractfile(member)
+                    if name and member.isfile() and ".." not in member.name
+                    else None
+                )
                 if name and content:
                     into = fresh / name[1]
                     into.parent.mkdir(parents=True, exist_ok=True)
                     with into.open("wb") as file:
                         shutil.copyfileobj(content, file)
         if not fresh.exists():
-            raise PrivacyError(f"the archive for {target} holds none of the files that were expected")
+            raise PrivacyError(
+                f"the archive for {target} holds none of the files that were expected"
+            )
         os.replace(fresh, target)
     except tarfile.TarError as problem:
-        raise PrivacyError(f"the archive for {target} cannot be unpacked ({problem}): try again") from problem
+        raise PrivacyError(
+            f"the archive for {target} cannot be unpacked ({problem}): try again"
+        ) from problem
     finally:
         shutil.rmtree(fresh, ignore_errors=True)

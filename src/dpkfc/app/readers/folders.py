@@ -7,7 +7,9 @@ from pathlib import Path
 from dpkfc.app.readers.records import some
 from dpkfc.errors import PrivacyError
 
-IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
+IMAGES = frozenset(
+    {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
+)
 TEXTS = frozenset({".txt"})
 SPELLINGS = {
     "train": "train",
@@ -37,11 +39,15 @@ def part_folders(folder: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
     for part, entries in found.items():
         if len(entries) > 1:
             names = some([entry.name for entry in entries])
-            raise PrivacyError(f"{folder}: which is the {part} part, {names}? Rename or remove what is not")
+            raise PrivacyError(
+                f"{folder}: which is the {part} part, {names}? Rename or remove what is not"
+            )
     paths = {part: entries[0] for part, entries in found.items()}
     if "train" not in paths:
         names = some([path.name for path in paths.values()])
-        raise PrivacyError(f"{folder} has {names}, but no train: add train/, with a subfolder for each class")
+        raise PrivacyError(
+            f"{folder} has {names}, but no train: add train/, with a subfolder for each class"
+        )
     if len(paths) == 1:
         raise PrivacyError(
             f"{folder} holds {paths['train'].name}/ alone: give {paths['train']}, of which a share is then kept for "
@@ -51,7 +57,9 @@ def part_folders(folder: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
         unused = (f"{paths['validation'].name}/ is not used",) if "validation" in paths else ()
         return {part: paths[part] for part in ("train", "test")}, unused
     name = paths["validation"].name
-    return {"train": paths["train"], "test": paths["validation"]}, (f"{name}/ is taken as the test part",)
+    return {"train": paths["train"], "test": paths["validation"]}, (
+        f"{name}/ is taken as the test part",
+    )
 
 
 def class_folders(folder: Path) -> tuple[Parts, bool, tuple[str, ...]]:
@@ -66,10 +74,14 @@ def class_folders(folder: Path) -> tuple[Parts, bool, tuple[str, ...]]:
             "files, or idx files such as train-images-idx3-ubyte"
         )
     if images and texts:
-        raise PrivacyError(f"{folder} holds {images} images and {texts} .txt files: keep one kind of them")
+        raise PrivacyError(
+            f"{folder} holds {images} images and {texts} .txt files: keep one kind of them"
+        )
     kind = TEXTS if texts else IMAGES
     chosen = {
-        part: {name: [f for f in found if f.suffix.lower() in kind] for name, found in classes.items()}
+        part: {
+            name: [f for f in found if f.suffix.lower() in kind] for name, found in classes.items()
+        }
         for part, classes in files.items()
     }
     return chosen, bool(texts), remarks
@@ -79,13 +91,20 @@ def class_list(parts: Parts, declared: tuple[str, ...] | None, folder: Path) -> 
     """The declared classes, or the names of the subfolders."""
     found = sorted({name for classes in parts.values() for name, files in classes.items() if files})
     if declared is not None and (unknown := [name for name in found if name not in declared]):
-        raise PrivacyError(f"{folder}: the subfolders {some(unknown)} are not among the classes {some(declared)}")
+        raise PrivacyError(
+            f"{folder}: the subfolders {some(unknown)} are not among the classes {some(declared)}"
+        )
     return tuple(found) if declared is None else declared
 
 
 def _classes(folder: Path) -> dict[str, list[Path]]:
-    return {entry.name: sorted(file for file in entry.rglob("*") if file.is_file()) for entry in _subfolders(folder)}
+    return {
+        entry.name: sorted(file for file in entry.rglob("*") if file.is_file())
+        for entry in _subfolders(folder)
+    }
 
 
 def _subfolders(folder: Path) -> list[Path]:
-    return sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    return sorted(
+        entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")
+    )

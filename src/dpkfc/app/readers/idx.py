@@ -48,12 +48,19 @@ def idx_images(
 
 
 def _read_split(folder: Path, split: str, scaling: Scaling) -> TensorDataset:
-    images_file, labels_file = _find(folder, f"{split}-images-idx3-ubyte"), _find(folder, f"{split}-labels-idx1-ubyte")
+    images_file, labels_file = (
+        _find(folder, f"{split}-images-idx3-ubyte"),
+        _find(folder, f"{split}-labels-idx1-ubyte"),
+    )
     images, labels = read_idx(images_file, 3), read_idx(labels_file, 1)
     if images.shape[1:] != (SIDE, SIDE):
-        raise ValueError(f"{images_file}: images of {images.shape[1]} x {images.shape[2]}, not {SIDE} x {SIDE}")
+        raise ValueError(
+            f"{images_file}: images of {images.shape[1]} x {images.shape[2]}, not {SIDE} x {SIDE}"
+        )
     if len(images) != len(labels):
-        raise ValueError(f"{images_file} has {len(images)} images, but {labels_file} has {len(labels)} labels")
+        raise ValueError(
+            f"{images_file} has {len(images)} images, but {labels_file} has {len(labels)} labels"
+        )
     if len(labels) and labels.max() >= CLASSES:
         raise ValueError(f"{labels_file}: label {labels.max()} is not one of 0..{CLASSES - 1}")
     x = torch.from_numpy(images).float().div_(255).unsqueeze_(1)

@@ -21,7 +21,9 @@ from dpkfc.probes.pink import PinkNoise
 from dpkfc.probes.tabular import Tabular
 
 CHANNELS = (1, 3, 4)
-NUMBERS = "buif"  # kinds of arrays: truth values, whole numbers with and without a sign, floating point
+NUMBERS = (
+    "buif"  # kinds of arrays: truth values, whole numbers with and without a sign, floating point
+)
 MOST_CLASSES = 100_000  # that have numbers for names
 SIZE = 32
 PAIRS = (("images", "labels"), ("x", "y"), ("X", "y"), ("data", "target"))
@@ -51,9 +53,13 @@ def read_npz(path: Path, declared: tuple[str, ...] | None, limits: Limits | None
 def read_npz_inputs(path: Path, limits: Limits | None) -> Tensor:
     """The inputs alone: the array named images, x, X or data, or the only one there is."""
     arrays = _arrays(path)
-    found = [arrays[name] for name, _ in PAIRS if name in arrays] or list(arrays.values())[: len(arrays) == 1]
+    found = [arrays[name] for name, _ in PAIRS if name in arrays] or list(arrays.values())[
+        : len(arrays) == 1
+    ]
     if not found:
-        raise PrivacyError(f"{path} holds {some(list(arrays))}: name the array of inputs images or x")
+        raise PrivacyError(
+            f"{path} holds {some(list(arrays))}: name the array of inputs images or x"
+        )
     _check_numbers(found[0], str(path))
     return _inputs(found[0], str(path), limits)
 
@@ -68,7 +74,9 @@ def _arrays(path: Path) -> dict[str, NDArray[np.generic]]:
         with file:
             return {name: file[name] for name in file.files}
     except (OSError, EOFError, ValueError, BadZipFile, zlib.error) as problem:
-        raise PrivacyError(f"{path} is not a readable .npz file of plain arrays ({problem})") from problem
+        raise PrivacyError(
+            f"{path} is not a readable .npz file of plain arrays ({problem})"
+        ) from problem
 
 
 def _pair(arrays: Mapping[str, NDArray[np.generic]], part: str) -> Arrays | None:
@@ -85,11 +93,15 @@ def read_idx_folder(folder: Path, declared: tuple[str, ...] | None) -> Read:
     train = _idx(folder, "train")
     if train is None:
         raise PrivacyError(f"{folder}: no file *train-images*idx3-ubyte[.gz]")
-    return read_arrays(train, _idx(folder, "t10k") or _idx(folder, "test"), str(folder), declared, None, [])
+    return read_arrays(
+        train, _idx(folder, "t10k") or _idx(folder, "test"), str(folder), declared, None, []
+    )
 
 
 def _idx(folder: Path, part: str) -> Arrays | None:
-    files = [sorted(folder.glob(f"*{part}-{what}*idx{d}*")) for what, d in (("images", 3), ("labels", 1))]
+    files = [
+        sorted(folder.glob(f"*{part}-{what}*idx{d}*")) for what, d in (("images", 3), ("labels", 1))
+    ]
     if not files[0]:
         return None
     for found, what in zip(files, ("images", "labels"), strict=True):
@@ -123,14 +135,21 @@ def read_arrays(
                 "declare them with --classes"
             )
         names = tuple(map(str, range(classes)))
-        remarks = [*remarks, f"{classes} classes: read off the largest label, and taken as public; --classes declares"]
+        remarks = [
+            *remarks,
+            f"{classes} classes: read off the largest label, and taken as public; --classes declares",
+        ]
     else:
         names = declared
     parts = []
     for (x, _), y in zip(given, labels, strict=True):
         inputs = _inputs(x, where, limits)
-        numbers = numbered([str(label) for label in y], tuple(map(str, range(len(names)))), [where] * len(y))
-        marks = [mark(row.tobytes(), bytes(str(label), "ascii")) for row, label in zip(x, y, strict=True)]
+        numbers = numbered(
+            [str(label) for label in y], tuple(map(str, range(len(names)))), [where] * len(y)
+        )
+        marks = [
+            mark(row.tobytes(), bytes(str(label), "ascii")) for row, label in zip(x, y, strict=True)
+        ]
         parts.append(Records(inputs, numbers, marks))
     shape = tuple(parts[0].x.shape[1:])
     if any(tuple(part.x.shape[1:]) != shape for part in parts):
@@ -176,7 +195,9 @@ def _inputs(x: NDArray[np.generic], where: str, limits: Limits | None) -> Tensor
         limits = (0.0, 1.0 if x.dtype == np.bool_ else float(np.iinfo(x.dtype).max))  # type: ignore[type-var]
     low, high = limits
     values = torch.from_numpy(x.astype(np.float32))
-    values = values.nan_to_num_((low + high) / 2, high, low).clamp_(low, high).sub_(low).div_(high - low)
+    values = (
+        values.nan_to_num_((low + high) / 2, high, low).clamp_(low, high).sub_(low).div_(high - low)
+    )
     if values.dim() == 2:
         return values.mul_(2).sub_(1)
     if values.dim() == 3:
@@ -191,17 +212,28 @@ def _inputs(x: NDArray[np.generic], where: str, limits: Limits | None) -> Tensor
     return values
 
 
-def read_image_folders(parts: dict[str, dict[str, list[Path]]], names: tuple[str, ...], size: int, grey: bool) -> Read:
+def read_image_folders(
+    parts: dict[str, dict[str, list[Path]]], names: tuple[str, ...], size: int, grey: bool
+) -> Read:
     """Files of each class, for "train" and perhaps "test": see `data.folders`. Each is resized on its own."""
     if size < 2:
         raise PrivacyError(f"size={size}: images of at least 2 x 2 pixels, 32 as a rule")
     found = {part: _read_files(classes, names, size, grey) for part, classes in parts.items()}
     shape = (1 if grey else 3, size, size)
     remark = f"every image is brought to {size} x {size}, {'grey' if grey else 'RGB'}, on its own (--size, --grey)"
-    return Read("images", names, found["train"], found.get("test"), image_probe(shape, len(names)), (remark,))
+    return Read(
+        "images",
+        names,
+        found["train"],
+        found.get("test"),
+        image_probe(shape, len(names)),
+        (remark,),
+    )
 
 
-def _read_files(classes: dict[str, list[Path]], names: tuple[str, ...], size: int, grey: bool) -> Records:
+def _read_files(
+    classes: dict[str, list[Path]], names: tuple[str, ...], size: int, grey: bool
+) -> Records:
     return joined(
         Records(
             torch.stack([read_image(file, size, grey) for file in files]),
@@ -223,7 +255,9 @@ def read_image(file: Path, size: int, grey: bool) -> Tensor:
         with Image.open(file) as image:
             return as_tensor(image, size, grey)
     except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as problem:
-        raise PrivacyError(f"{file} is not a readable image ({problem}): mend or remove it") from problem
+        raise PrivacyError(
+            f"{file} is not a readable image ({problem}): mend or remove it"
+        ) from problem
 
 
 def as_tensor(image: Any, size: int, grey: bool) -> Tensor:

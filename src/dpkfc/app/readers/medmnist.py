@@ -26,7 +26,9 @@ CLASSES = {
 }
 
 
-def medmnist(dataset: str, data_dir: str | os.PathLike[str] | None = None) -> tuple[TensorDataset, TensorDataset]:
+def medmnist(
+    dataset: str, data_dir: str | os.PathLike[str] | None = None
+) -> tuple[TensorDataset, TensorDataset]:
     """Training and test images [C, 28, 28] in [0, 1] with their labels. The validation part is left aside."""
     file = data_directory(data_dir) / f"{dataset}.npz"
     if not file.is_file():

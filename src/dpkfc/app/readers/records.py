@@ -62,7 +62,9 @@ def split(records: Records, share: float) -> tuple[Records, Records]:
     seen: Counter[bytes] = Counter()
     chosen = []
     for content in records.marks:
-        place = blake2b(content + seen[content].to_bytes(8, "big"), digest_size=8, person=b"dpkfc split").digest()
+        place = blake2b(
+            content + seen[content].to_bytes(8, "big"), digest_size=8, person=b"dpkfc split"
+        ).digest()
         seen[content] += 1
         chosen.append(int.from_bytes(place, "big") < share * 2**64)
     rows = np.array(chosen, dtype=bool)
@@ -108,4 +110,6 @@ def distinct(names: Sequence[str], where: str) -> tuple[str, ...]:
 
 def some(names: Sequence[str]) -> str:
     """A list for an error message."""
-    return ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return ", ".join(map(repr, names[:8])) + (
+        f" and {len(names) - 8} more" if len(names) > 8 else ""
+    )

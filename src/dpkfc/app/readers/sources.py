@@ -25,7 +25,18 @@ from dpkfc.errors import PrivacyError
 from dpkfc.probes.probe import Probe
 
 TABLES = (".csv", ".tsv", ".parquet")
-FASHION = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
+FASHION = (
+    "T-shirt",
+    "trouser",
+    "pullover",
+    "dress",
+    "coat",
+    "sandal",
+    "shirt",
+    "sneaker",
+    "bag",
+    "boot",
+)
 DIGITS = tuple(map(str, range(10)))
 Pair = tuple[TensorDataset, TensorDataset]
 Encode = Callable[[], texts.Encoding]  # made when texts are found
@@ -35,12 +46,18 @@ NAMED: dict[str, tuple[tuple[str, ...], Callable[[Path | None], Pair]]] = {
     "fashion-mnist": (FASHION, lambda data_dir: idx_images("fashion-mnist", data_dir)),
     "cifar-10": (CIFAR10, cifar10),
     "cifar-100": (CIFAR100, cifar100),
-    "pathmnist": (medmnist.CLASSES["pathmnist"], lambda data_dir: medmnist.medmnist("pathmnist", data_dir)),
+    "pathmnist": (
+        medmnist.CLASSES["pathmnist"],
+        lambda data_dir: medmnist.medmnist("pathmnist", data_dir),
+    ),
     "pneumoniamnist": (
         medmnist.CLASSES["pneumoniamnist"],
         lambda data_dir: medmnist.medmnist("pneumoniamnist", data_dir),
     ),
-    **{name: (classes, partial(texts.hashed_corpus, name)) for name, classes in corpora.CLASSES.items()},
+    **{
+        name: (classes, partial(texts.hashed_corpus, name))
+        for name, classes in corpora.CLASSES.items()
+    },
 }
 SHARE = 0.2
 BYTES = 8 * 2**30  # of inputs that are held in memory without a word
@@ -58,7 +75,9 @@ class Loaded:
     names: tuple[str, ...]  # of the classes
     remarks: tuple[str, ...]
     probe: Probe  # what inputs look like, told by no record
-    source: Mapping[str, Any] = field(default_factory=dict)  # how `load` was called, as config.json has it
+    source: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # how `load` was called, as config.json has it
 
     def all_remarks(self, records: int | None = None) -> tuple[str, ...]:
         """With one on the number of records: the true one, or `records`, which is stated instead of it."""
@@ -109,7 +128,9 @@ def load(
         return texts.words(features) if tokenizer is None else texts.tokens(tokenizer)
 
     if limits is not None and not limits[0] < limits[1]:
-        raise PrivacyError(f"range {limits[0]:g},{limits[1]:g}: give the smallest and the largest value, in that order")
+        raise PrivacyError(
+            f"range {limits[0]:g},{limits[1]:g}: give the smallest and the largest value, in that order"
+        )
 
     def read(place: str | Path) -> Read:
         path = Path(place)
@@ -128,14 +149,18 @@ def load(
         if not path.exists():
             if str(place) in NAMED:
                 return _named(str(place), data_dir, encoding)
-            raise PrivacyError(f"there is no {path}: give a file, a folder, or one of {', '.join(NAMED)}")
+            raise PrivacyError(
+                f"there is no {path}: give a file, a folder, or one of {', '.join(NAMED)}"
+            )
         if path.is_dir():
             return _folder(path, declared, encoding, size, grey)
         if path.suffix.lower() == ".npz":
             return images.read_npz(path, declared, limits)
         if path.suffix.lower() in TABLES:
             return _table(path, target, text, schema or {}, declared, encoding, indicators)
-        raise PrivacyError(f"{path}: {path.suffix or 'no ending'}: give a folder, or one of {', '.join(TABLES)}, .npz")
+        raise PrivacyError(
+            f"{path}: {path.suffix or 'no ending'}: give a folder, or one of {', '.join(TABLES)}, .npz"
+        )
 
     share, elsewhere = _parse_test(test)
     try:
@@ -159,11 +184,17 @@ def load(
         **({} if tokenizer is None else {"tokenizer": tokenizer}),
     }
     if other is not None:
-        parts = (found.train, joined([other.train, other.test]), f"test records are those of {elsewhere}")
+        parts = (
+            found.train,
+            joined([other.train, other.test]),
+            f"test records are those of {elsewhere}",
+        )
     elif found.test is not None:
         parts = (found.train, found.test, "the source has a test part of its own")
     else:
-        remark = f"a share of {share:g} is kept for the test, chosen by a hash of each record's content"
+        remark = (
+            f"a share of {share:g} is kept for the test, chosen by a hash of each record's content"
+        )
         parts = (*split(found.train, share), remark)
     return _loaded(found, called, *parts)
 
@@ -175,7 +206,9 @@ def _parse_test(test: float | str | Path) -> tuple[float, str | Path | None]:
     except (TypeError, ValueError):
         return 0.0, test  # type: ignore[return-value]
     if not 0 <= share < 1:
-        raise PrivacyError(f"test={share:g}: a share of the records, from 0 to below 1, or the path of test records")
+        raise PrivacyError(
+            f"test={share:g}: a share of the records, from 0 to below 1, or the path of test records"
+        )
     return share, None
 
 
@@ -188,13 +221,19 @@ def _agreeing(other: Read, found: Read, where: str | Path) -> Read:
     return other
 
 
-def _loaded(found: Read, called: Mapping[str, Any], train: Records, test: Records | None, remark: str) -> Loaded:
+def _loaded(
+    found: Read, called: Mapping[str, Any], train: Records, test: Records | None, remark: str
+) -> Loaded:
     if test is not None and not len(test):
         test = None
     if not len(train):
-        raise PrivacyError("there are no training records: check the source, or keep fewer for the test (--test 0.1)")
+        raise PrivacyError(
+            "there are no training records: check the source, or keep fewer for the test (--test 0.1)"
+        )
     if len(found.names) < 2:
-        raise PrivacyError(f"{len(found.names)} class is not enough to learn from: declare at least two")
+        raise PrivacyError(
+            f"{len(found.names)} class is not enough to learn from: declare at least two"
+        )
     public = f"the list of {len(found.names)} classes is taken as public"
     size = train.x.numel() * 4
     large = (f"the inputs take {size / 2**30:.1f} GB of memory",) if size > BYTES else ()
@@ -219,15 +258,21 @@ def _named(name: str, data_dir: Path | None, encoding: Encode) -> Read:
         train, test = (_records(part) for part in read(data_dir))
     except ValueError as problem:
         raise PrivacyError(str(problem)) from problem
-    return Read("images", names, train, test, images.image_probe(tuple(train.x.shape[1:]), len(names)))
+    return Read(
+        "images", names, train, test, images.image_probe(tuple(train.x.shape[1:]), len(names))
+    )
 
 
 def _records(part: TensorDataset) -> Records:
     x, y = part.tensors
-    return Records(x.to(torch.float32), y, [b""] * len(y))  # split by its authors: no marks are needed
+    return Records(
+        x.to(torch.float32), y, [b""] * len(y)
+    )  # split by its authors: no marks are needed
 
 
-def _folder(folder: Path, declared: tuple[str, ...] | None, encoding: Encode, size: int, grey: bool) -> Read:
+def _folder(
+    folder: Path, declared: tuple[str, ...] | None, encoding: Encode, size: int, grey: bool
+) -> Read:
     if any(folder.glob("*train-images*idx3*")):
         return images.read_idx_folder(folder, declared)
     parts, are_texts, remarks = folders.class_folders(folder)
@@ -251,7 +296,9 @@ def _table(
 ) -> Read:
     table = tables.read_table(path)
     if target is None:
-        raise PrivacyError(f"{path}: which column is the class? Give --target; it has {', '.join(table.header)}")
+        raise PrivacyError(
+            f"{path}: which column is the class? Give --target; it has {', '.join(table.header)}"
+        )
     if text is None and not schema:
         raise PrivacyError(
             f"{path}: ranges and categories must be declared, since the records must not tell: give --schema FILE "

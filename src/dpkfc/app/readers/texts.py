@@ -73,7 +73,9 @@ def tokens(path: str) -> Encoding:
 
 @lru_cache(maxsize=2**18)
 def _place(word: str, features: int) -> tuple[int, int]:
-    number = int.from_bytes(blake2b(word.encode(errors="replace"), digest_size=8, person=b"dpkfc text").digest(), "big")
+    number = int.from_bytes(
+        blake2b(word.encode(errors="replace"), digest_size=8, person=b"dpkfc text").digest(), "big"
+    )
     return (number >> 1) % features, 1 if number & 1 else -1
 
 
@@ -82,7 +84,9 @@ def text_probe(features: int) -> Probe:
     return Tabular(features)
 
 
-def read_text_folders(parts: dict[str, dict[str, list[Path]]], names: tuple[str, ...], encoding: Encoding) -> Read:
+def read_text_folders(
+    parts: dict[str, dict[str, list[Path]]], names: tuple[str, ...], encoding: Encoding
+) -> Read:
     """Files of each class, for "train" and perhaps "test": see `data.folders`."""
     found = {part: _read_files(files, names, encoding) for part, files in parts.items()}
     return Read("text", names, found["train"], found.get("test"), encoding.probe)
@@ -92,7 +96,8 @@ def read_corpus(name: str, data_dir: Path | None, encoding: Encoding) -> Read:
     """Texts that go by a name: see `data.corpora`."""
     found = corpus(name, data_dir)
     train, test = (
-        Records(encoding.encode(part.texts), part.labels, [b""] * len(part)) for part in (found.train, found.test)
+        Records(encoding.encode(part.texts), part.labels, [b""] * len(part))
+        for part in (found.train, found.test)
     )
     return Read("text", found.names, train, test, encoding.probe)
 
@@ -104,7 +109,9 @@ def hashed_corpus(name: str, data_dir: Path | None) -> tuple[TensorDataset, Tens
     return TensorDataset(read.train.x, read.train.y), TensorDataset(read.test.x, read.test.y)
 
 
-def _read_files(classes: dict[str, list[Path]], names: tuple[str, ...], encoding: Encoding) -> Records:
+def _read_files(
+    classes: dict[str, list[Path]], names: tuple[str, ...], encoding: Encoding
+) -> Records:
     pairs = [(label, file) for label, files in classes.items() for file in files]
     contents = [file.read_bytes() for _, file in pairs]
     labels = [label for label, _ in pairs]

@@ -43,7 +43,9 @@ def kind_of(config: Mapping[str, Any]) -> Kind:
     if source.get("text") is not None or source.get("tokenizer") is not None:
         return "text"
     is_file = Path(source.get("path", "a.npz")).suffix.lower() in (*TABLES, ".npz")
-    return "tabular" if is_file or source.get("schema") is not None else "text"  # else folders or names: hashed words
+    return (
+        "tabular" if is_file or source.get("schema") is not None else "text"
+    )  # else folders or names: hashed words
 
 
 def probe_of(config: Mapping[str, Any]) -> Probe:
@@ -67,7 +69,9 @@ def read_inputs(source: str | Path, config: Mapping[str, Any]) -> Inputs:
         raise PrivacyError(f"{path} is not what a run on {kind} data can read: give {FOR[kind]}")
     wanted = tuple(config["shape"])
     if tuple(found.x.shape[1:]) != wanted:
-        raise PrivacyError(f"{path}: inputs of shape {tuple(found.x.shape[1:])}, but the run was trained on {wanted}")
+        raise PrivacyError(
+            f"{path}: inputs of shape {tuple(found.x.shape[1:])}, but the run was trained on {wanted}"
+        )
     return found
 
 

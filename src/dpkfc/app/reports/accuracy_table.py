@@ -28,7 +28,9 @@ class Summary:
 def accuracy_table(summaries: Sequence[Summary], title: str) -> Table:
     table = Table(title=title, title_justify="left")
     for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading in ("data set", "arm", "chosen") else "right")
+        table.add_column(
+            heading, justify="left" if heading in ("data set", "arm", "chosen") else "right"
+        )
     for before, row in zip([None, *summaries], summaries, strict=False):
         if before and before.dataset != row.dataset:
             table.add_section()
@@ -40,14 +42,20 @@ def accuracy_markdown(summaries: Sequence[Summary], title: str, remark: str) -> 
     """All there is to tell; with many data sets, an overview first, which also says what was not run."""
     known = [row for row in summaries if row.tries or row.tests]
     lines = [HEADINGS, ("---", "---", "---:", "---", "---:", "---:", "---:"), *map(_cells, known)]
-    overview = f"{_markdown(_overview(summaries))}\n\n" if len({row.dataset for row in summaries}) > 2 else ""
+    overview = (
+        f"{_markdown(_overview(summaries))}\n\n"
+        if len({row.dataset for row in summaries}) > 2
+        else ""
+    )
     return f"# {title}\n\n{overview}{_markdown(lines)}\n\n{remark}\n"
 
 
 def _overview(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
     """Arms by data sets: the test accuracy, and the paper's in brackets."""
     datasets = list(dict.fromkeys(row.dataset for row in summaries))
-    cells = {(row.arm, row.dataset): mean_and_spread(row.tests) + _in_the_paper(row) for row in summaries}
+    cells = {
+        (row.arm, row.dataset): mean_and_spread(row.tests) + _in_the_paper(row) for row in summaries
+    }
     arms = dict.fromkeys(row.arm for row in summaries)
     lines = [(arm, *(cells.get((arm, dataset), "") for dataset in datasets)) for arm in arms]
     return [("test % [paper]", *datasets), ("---",) * (1 + len(datasets)), *lines]
@@ -97,7 +105,9 @@ def plot_accuracy(summaries: Sequence[Summary], file: Path) -> None:
     columns = min(len(datasets), 4)
     rows = -(-len(datasets) // columns)
     size = (1.8 + 4.2 * columns, (1.4 + 0.5 * len(arms)) * rows)
-    figure, grid = plt.subplots(rows, columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
+    figure, grid = plt.subplots(
+        rows, columns, figsize=size, sharey=True, squeeze=False, layout="constrained"
+    )
     panels = grid.ravel()[: len(datasets)]
     for panel in grid.ravel()[len(datasets) :]:
         panel.set_axis_off()
@@ -106,7 +116,9 @@ def plot_accuracy(summaries: Sequence[Summary], file: Path) -> None:
             if row.dataset != dataset:
                 continue
             place, tests = arms.index(row.arm), [100 * accuracy for accuracy in row.tests]
-            panel.plot(tests, [place] * len(tests), "o", color="tab:blue", alpha=0.6, label="one seed")
+            panel.plot(
+                tests, [place] * len(tests), "o", color="tab:blue", alpha=0.6, label="one seed"
+            )
             if tests:
                 panel.plot(fmean(tests), place, "|", color="black", markersize=18, label="mean")
                 label = (f"{fmean(tests):.1f}", (fmean(tests), place), (0, 11))
@@ -119,7 +131,9 @@ def plot_accuracy(summaries: Sequence[Summary], file: Path) -> None:
         panel.set_ylim(len(arms) - 0.5, -0.6)
         panel.grid(axis="x", alpha=0.3)
     entries = {
-        label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+        label: handle
+        for panel in panels
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
     figure.legend(entries.values(), entries.keys(), ncols=3, loc="outside upper center", fontsize=8)
     figure.savefig(file, dpi=150)

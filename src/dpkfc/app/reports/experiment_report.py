@@ -13,7 +13,17 @@ from typing import Any
 
 from rich.console import Console
 
-from dpkfc.app.reports.page import Code, Facts, Grid, Marked, Part, Picture, Section, flat, write_page
+from dpkfc.app.reports.page import (
+    Code,
+    Facts,
+    Grid,
+    Marked,
+    Part,
+    Picture,
+    Section,
+    flat,
+    write_page,
+)
 from dpkfc.errors import PrivacyError
 
 KINDS = {  # of a line of Markdown, by how it begins; what is none of the others is text
@@ -29,7 +39,11 @@ QUICK = "**Quick:** a small part of the experiment, to see that it works. Nothin
 
 
 def publish(
-    results: Path, text: str, console: Console, plot: Callable[[Path], None] | None = None, quick: bool = False
+    results: Path,
+    text: str,
+    console: Console,
+    plot: Callable[[Path], None] | None = None,
+    quick: bool = False,
 ) -> None:
     """Write the Markdown and the picture of an experiment beside the file of its results, and show the Markdown."""
     if quick:
@@ -50,14 +64,18 @@ def is_experiment(folder: Path) -> bool:
 def title_of(folder: Path) -> str:
     """The heading of the only Markdown file; with more of them, or none, the name of the folder."""
     files = list(_files(folder, "md"))
-    headings = re.findall(r"(?m)^# (.+)$", files[0].read_text(encoding="utf-8")) if len(files) == 1 else []
+    headings = (
+        re.findall(r"(?m)^# (.+)$", files[0].read_text(encoding="utf-8")) if len(files) == 1 else []
+    )
     return str(headings[0]) if headings else folder.resolve().name
 
 
 def write_experiment_report(folder: Path, title: str) -> Path:
     """Write `report.html` into a folder that `dpkfc reproduce` left: all its tables, pictures and settings."""
     if not is_experiment(folder):
-        raise PrivacyError(f"{folder} holds no tables and no pictures: run `dpkfc reproduce NAME --out {folder}` first")
+        raise PrivacyError(
+            f"{folder} holds no tables and no pictures: run `dpkfc reproduce NAME --out {folder}` first"
+        )
     pictures = {file.name: file for file in _files(folder, "png")}
     sections: list[Section] = []
     for file in _files(folder, "md"):
@@ -80,7 +98,11 @@ def read_markdown(text: str, pictures: dict[str, Path], title: str = "") -> list
 
     Anything else is text. Links become their words, and the heading that is the title of the page is left out.
     """
-    text = re.sub(r"(?ms)^```[^\n]*\n(.*?)^```[^\n]*$", lambda fenced: indent(fenced[1], "    ", lambda _: True), text)
+    text = re.sub(
+        r"(?ms)^```[^\n]*\n(.*?)^```[^\n]*$",
+        lambda fenced: indent(fenced[1], "    ", lambda _: True),
+        text,
+    )
     parts: list[Part] = []
     sections = [Section("", parts)]
     below = 0 if f"# {title}" in text.splitlines() else 1  # the page's own heading
@@ -89,7 +111,13 @@ def read_markdown(text: str, pictures: dict[str, Path], title: str = "") -> list
             for line in lines:
                 marks, _, heading = line.partition(" ")
                 parts = []
-                sections.append(Section("" if heading == title else _plain(heading), parts, min(below + len(marks), 6)))
+                sections.append(
+                    Section(
+                        "" if heading == title else _plain(heading),
+                        parts,
+                        min(below + len(marks), 6),
+                    )
+                )
         elif kind == "code":
             parts.append(Code(dedent("\n".join(lines)).strip("\n")))
         elif kind == "table":
@@ -106,7 +134,10 @@ def _kind(line: str) -> str:
 
 
 def _table(lines: Sequence[str]) -> Part:
-    rows = [[_plain(cell.strip()) for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))] for line in lines]
+    rows = [
+        [_plain(cell.strip()) for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
+        for line in lines
+    ]
     if len(rows) < 2 or not all(re.fullmatch(r":?-+:?", cell) for cell in rows[1]):
         return Marked(lines)
     headings, rule, *body = rows
@@ -154,15 +185,27 @@ def _settings(file: Path) -> list[tuple[str, str]]:
     """Of one object, its settings; of many results, how many they are and what they have in common."""
     try:
         text = file.read_text(encoding="utf-8")
-        content = [json.loads(line) for line in text.splitlines()] if file.suffix == ".jsonl" else json.loads(text)
+        content = (
+            [json.loads(line) for line in text.splitlines()]
+            if file.suffix == ".jsonl"
+            else json.loads(text)
+        )
     except ValueError as problem:
         return [("damaged", str(problem))]
     if isinstance(content, Mapping):
         return flat(_small(content))
-    rows = [dict(flat(_small(row))) for row in content if isinstance(row, Mapping)] if isinstance(content, list) else []
+    rows = (
+        [dict(flat(_small(row))) for row in content if isinstance(row, Mapping)]
+        if isinstance(content, list)
+        else []
+    )
     if not rows:
         return []
-    alike = [(name, value) for name, value in rows[0].items() if all(row.get(name) == value for row in rows)]
+    alike = [
+        (name, value)
+        for name, value in rows[0].items()
+        if all(row.get(name) == value for row in rows)
+    ]
     return [("results", f"{len(rows):,}"), *(alike if len(rows) > 1 else [])]
 
 
@@ -173,7 +216,9 @@ def _small(content: Mapping[str, Any], depth: int = 2) -> dict[str, Any]:
         if isinstance(value, Mapping):
             if depth > 1 and (inside := _small(value, depth - 1)):
                 found[name] = inside
-        elif not isinstance(value, list) or (len(value) <= LONGEST and not any(map(_is_nested, value))):
+        elif not isinstance(value, list) or (
+            len(value) <= LONGEST and not any(map(_is_nested, value))
+        ):
             found[name] = value
     return found
 

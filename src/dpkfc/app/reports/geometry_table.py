@@ -95,7 +95,11 @@ class LayerRow:
 
     @property
     def factors(self) -> dict[str, FactorRow]:
-        return {name: row for name, row in (("A", self.a), ("G", self.g), ("post", self.post)) if row is not None}
+        return {
+            name: row
+            for name, row in (("A", self.a), ("G", self.g), ("post", self.post))
+            if row is not None
+        }
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,9 @@ class Description:
     probe: str
     public: bool
     every: int
-    step: int | None  # of the last refresh; None (as for `seconds`) if the maps came from a checkpoint
+    step: (
+        int | None
+    )  # of the last refresh; None (as for `seconds`) if the maps came from a checkpoint
     seconds: float | None  # of the last refresh in all, with the probes' own passes
 
     def __str__(self) -> str:
@@ -117,16 +123,27 @@ class Description:
             yield Text(NOT_PRIVATE, style="bold red")
         yield Text(self.title, style="italic")
         whole = self._table(range(len(HEADINGS)))
-        fits = Measurement.get(console, options.update(width=1000), whole).maximum <= options.max_width
+        fits = (
+            Measurement.get(console, options.update(width=1000), whole).maximum <= options.max_width
+        )
         yield from [whole] if fits else [self._table(SPECTRA), self._table(COSTS)]
-        seconds = "" if self.seconds is None else f" and {_time(self.seconds)} a refresh, the probes' passes included"
+        seconds = (
+            ""
+            if self.seconds is None
+            else f" and {_time(self.seconds)} a refresh, the probes' passes included"
+        )
         yield Text(f"in all {_size(sum(row.memory for row in self.rows))}{seconds}", style="dim")
-        yield Text("before → after: effective rank of the factor, condition of the damped factor", style="dim")
+        yield Text(
+            "before → after: effective rank of the factor, condition of the damped factor",
+            style="dim",
+        )
 
     def _table(self, columns: Sequence[int]) -> Table:
         table = Table(box=SIMPLE_HEAD, collapse_padding=True)
         for column in columns:
-            table.add_column(HEADINGS[column], justify="left" if column < 2 else "right", overflow="fold")
+            table.add_column(
+                HEADINGS[column], justify="left" if column < 2 else "right", overflow="fold"
+            )
         for cells in (cells for row in self.rows for cells in _lines(row)):
             table.add_row(*(cells[column] for column in columns))
         return table
@@ -167,12 +184,21 @@ def describe(
     rows = {
         names: _scaled(names, rule)
         if isinstance(rule, DiagonalMap)
-        else _kronecker(names, rule, post.get(names), spectra.get(names, (None, None)), settings, seconds.get(names))
+        else _kronecker(
+            names,
+            rule,
+            post.get(names),
+            spectra.get(names, (None, None)),
+            settings,
+            seconds.get(names),
+        )
         for names, rule in maps.items()
     }
     if last is not None:
         mapped = {name for names in maps for name in names}
-        rows |= {(name,): LayerRow(name, "unchanged") for name in last.parameters if name not in mapped}
+        rows |= {
+            (name,): LayerRow(name, "unchanged") for name in last.parameters if name not in mapped
+        }
         place = {name: number for number, name in enumerate(last.parameters)}
         rows = {names: rows[names] for names in sorted(rows, key=lambda names: place[names[0]])}
     when = (None, None) if last is None else (last.step, last.seconds)
@@ -205,7 +231,9 @@ def _kronecker(
     return LayerRow(name, "Kronecker", a, g, after, memory=memory, seconds=seconds)
 
 
-def _factor(root: Root | None, groups: int, size: int, known: Spectrum | None, settings: Settings) -> FactorRow:
+def _factor(
+    root: Root | None, groups: int, size: int, known: Spectrum | None, settings: Settings
+) -> FactorRow:
     spectrum = None if known is None else _eigenvalues(known, settings, mapped=root is not None)
     if root is None:
         return FactorRow(groups, size, 0, "none", 0, 0, spectrum)
@@ -215,11 +243,15 @@ def _factor(root: Root | None, groups: int, size: int, known: Spectrum | None, s
 
 def _eigenvalues(known: Spectrum, settings: Settings, mapped: bool) -> Eigenvalues:
     damping = known.damping(settings.damping, settings.stability)
-    values, rest, mu = (x.double().cpu() for x in (known.values, known.rest()[:, None], damping[:, None]))
+    values, rest, mu = (
+        x.double().cpu() for x in (known.values, known.rest()[:, None], damping[:, None])
+    )
     missing = known.size - values.shape[1]
     tail = rest.expand(-1, missing) if known.tail is None else known.tail.double().cpu()
     every = torch.cat([values, tail], 1)
-    told = torch.cat([values, rest.expand(-1, missing)], 1)  # what the map takes the eigenvalues for
+    told = torch.cat(
+        [values, rest.expand(-1, missing)], 1
+    )  # what the map takes the eigenvalues for
     squared = (told + mu) ** (-settings.power if mapped else 0.0)  # the eigenvalues of U²
     return Eigenvalues(
         values=every.flatten().sort(descending=True).values,
@@ -251,7 +283,16 @@ def _lines(row: LayerRow) -> Iterable[tuple[Text | str, ...]]:
         size = f"{factor.groups} × {factor.size}" if factor.groups > 1 else str(factor.size)
         products = "" if name == "post" else f"{factor.multiplications:,}"
         first = (Text(row.name), seconds) if not number else ("", "")
-        yield first[0], name, size, *_figures(factor.spectrum), form, products, _size(factor.memory), first[1]
+        yield (
+            first[0],
+            name,
+            size,
+            *_figures(factor.spectrum),
+            form,
+            products,
+            _size(factor.memory),
+            first[1],
+        )
 
 
 def _figures(spectrum: Eigenvalues | None) -> tuple[str, str, str, str]:
@@ -261,7 +302,12 @@ def _figures(spectrum: Eigenvalues | None) -> tuple[str, str, str, str]:
     least, most = ("", "") if spectrum.exact else ("≥ ", "≤ ")
     ranks = " → ".join(f"{x:.1f}" for x in spectrum.effective_rank)
     conditions = " → ".join(map(_ratio, spectrum.condition))
-    return f"{spectrum.largest:.2g}", f"{most}{spectrum.smallest:.2g}", most + ranks, least + conditions
+    return (
+        f"{spectrum.largest:.2g}",
+        f"{most}{spectrum.smallest:.2g}",
+        most + ranks,
+        least + conditions,
+    )
 
 
 def _ratio(x: float) -> str:

@@ -43,7 +43,11 @@ def ledger_tables(runs: list[LedgerRun], delta: float | None) -> Group:
         line = f"all runs composed: epsilon = {total} at delta = {at:g}, add-or-remove-one\n"
         if delta is None and not any(run.delta for run in own):
             line = f"{line.rstrip()} (delta is assumed: choose with --delta)\n"
-        notes = [Text(f"{run.run_id}: {NOT_CHECKED.get(what, what)}") for run in own for what in run.unchecked]  # type: ignore[call-overload]
+        notes = [
+            Text(f"{run.run_id}: {NOT_CHECKED.get(what, what)}")
+            for run in own
+            for what in run.unchecked
+        ]  # type: ignore[call-overload]
         parts += [Fitting(dataset, rows), *notes, Text(line, style="bold")]
     return Group(*parts or [Text("the ledger holds no runs yet")])
 
@@ -90,13 +94,31 @@ def _wide(title: str, rows: list[tuple[str, ...]]) -> Table:
 
 
 def _narrow(title: str, rows: list[tuple[str, ...]]) -> Table:
-    table = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, show_header=False)
+    table = Table(
+        title=Text(title),
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        collapse_padding=True,
+        show_header=False,
+    )
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    names = ("run", "started (UTC)", "steps", "sampling rate", "noise multiplier", "epsilon at delta", "state")
+    names = (
+        "run",
+        "started (UTC)",
+        "steps",
+        "sampling rate",
+        "noise multiplier",
+        "epsilon at delta",
+        "state",
+    )
     for row in rows:
         for name, value in zip(names, row, strict=True):
-            table.add_row(name, Text(value.replace("\nat", " at").replace("\n", ", ")), end_section=name == names[-1])
+            table.add_row(
+                name,
+                Text(value.replace("\nat", " at").replace("\n", ", ")),
+                end_section=name == names[-1],
+            )
     return table
 
 

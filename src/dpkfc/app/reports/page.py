@@ -49,7 +49,9 @@ class Marked:
     @staticmethod
     def _words(paragraph: str) -> str:
         parts = re.split(r"`([^`]+)`", html.escape(paragraph))  # words, code, words, ...
-        parts[::2] = [re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", words) for words in parts[::2]]
+        parts[::2] = [
+            re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", words) for words in parts[::2]
+        ]
         parts[1::2] = [f"<code>{code}</code>" for code in parts[1::2]]
         return "".join(parts)
 
@@ -71,7 +73,10 @@ class Facts:
     rows: Sequence[tuple[str, str]]
 
     def html(self) -> str:
-        rows = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>" for name, value in self.rows)
+        rows = "".join(
+            f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>"
+            for name, value in self.rows
+        )
         return f"<dl>{rows}</dl>"
 
 
@@ -84,15 +89,25 @@ class Grid:
     right: Sequence[bool] | None = None
 
     def html(self) -> str:
-        right = self.right or [all(map(_is_number, column)) for column in zip(*self.rows, strict=True)]
-        kinds = [" class='number'" if numbers else "" for numbers in right] or [""] * len(self.headings)
+        right = self.right or [
+            all(map(_is_number, column)) for column in zip(*self.rows, strict=True)
+        ]
+        kinds = [" class='number'" if numbers else "" for numbers in right] or [""] * len(
+            self.headings
+        )
 
         def line(cells: Sequence[str], tag: str) -> str:
             parts = zip(cells, kinds, strict=True)
-            return "<tr>" + "".join(f"<{tag}{kind}>{html.escape(text)}</{tag}>" for text, kind in parts) + "</tr>"
+            return (
+                "<tr>"
+                + "".join(f"<{tag}{kind}>{html.escape(text)}</{tag}>" for text, kind in parts)
+                + "</tr>"
+            )
 
         head, body = line(self.headings, "th"), "".join(line(row, "td") for row in self.rows)
-        return f"<div class='scroll'><table><thead>{head}</thead><tbody>{body}</tbody></table></div>"
+        return (
+            f"<div class='scroll'><table><thead>{head}</thead><tbody>{body}</tbody></table></div>"
+        )
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,9 @@ def plainly_warned(command: Callable[P, T]) -> Callable[P, T]:
         def show(message: Warning | str, *about: Any, **more: Any) -> None:
             if str(message) not in said:
                 said.add(str(message))
-                Console(stderr=True).print(Text(f"dpkfc: {message}", style="yellow"), soft_wrap=True)
+                Console(stderr=True).print(
+                    Text(f"dpkfc: {message}", style="yellow"), soft_wrap=True
+                )
 
         with warnings.catch_warnings():
             warnings.showwarning = show

@@ -38,7 +38,9 @@ class Spent:
     remarks: tuple[str, ...] = ()
 
 
-def recompute(folder: Path, result: Mapping[str, Any], config: Mapping[str, Any], plan: Plan) -> Spent:
+def recompute(
+    folder: Path, result: Mapping[str, Any], config: Mapping[str, Any], plan: Plan
+) -> Spent:
     """The epsilon of the run in `folder`, whose result.json, config.json and plan.json were read."""
     remarks: list[str] = []
     charged = _in_ledger(result, config, remarks)
@@ -52,9 +54,13 @@ def recompute(folder: Path, result: Mapping[str, Any], config: Mapping[str, Any]
             "wrong; restore it"
         ) from problem
     if charged is not None and charged.mechanism != plan.mechanism:
-        remarks.append("plan.json does not say what the ledger does of this run: the file was changed or is wrong.")
+        remarks.append(
+            "plan.json does not say what the ledger does of this run: the file was changed or is wrong."
+        )
         steps_in_plan = min(steps, charged.mechanism.steps)
-        epsilon = max(epsilon, epsilon_spent([charged.mechanism.after(steps_in_plan)], delta, plan.accountant))
+        epsilon = max(
+            epsilon, epsilon_spent([charged.mechanism.after(steps_in_plan)], delta, plan.accountant)
+        )
     return Spent(_compared(result.get("epsilon"), epsilon, remarks), delta, steps, tuple(remarks))
 
 
@@ -65,7 +71,9 @@ def _compared(stated: Any, epsilon: float, remarks: list[str]) -> float:
         remarks.append(f"result.json has no epsilon, {found}: the file was changed or is wrong.")
         return epsilon
     if stated < epsilon * (1 - TOLERANCE):
-        remarks.append(f"result.json says epsilon = {stated}, but {found}: the file was changed or is wrong.")
+        remarks.append(
+            f"result.json says epsilon = {stated}, but {found}: the file was changed or is wrong."
+        )
     elif stated > epsilon * (1 + TOLERANCE):
         remarks.append(
             f"result.json says epsilon = {stated}, but {found}: one of the files was changed or is wrong. The larger "
@@ -74,11 +82,19 @@ def _compared(stated: Any, epsilon: float, remarks: list[str]) -> float:
     return max(epsilon, float(stated))
 
 
-def _steps(folder: Path, result: Mapping[str, Any], plan: Plan, charged: LedgerRun | None, remarks: list[str]) -> int:
+def _steps(
+    folder: Path,
+    result: Mapping[str, Any],
+    plan: Plan,
+    charged: LedgerRun | None,
+    remarks: list[str],
+) -> int:
     stated = result.get("steps")
     lost = result.get("lost_steps", 0)
     if not (_is_count(stated) and _is_count(lost)):
-        remarks.append("result.json has no sound number of steps: the file was changed or is wrong.")
+        remarks.append(
+            "result.json has no sound number of steps: the file was changed or is wrong."
+        )
         total = plan.steps
     else:
         total = stated + lost
@@ -88,7 +104,9 @@ def _steps(folder: Path, result: Mapping[str, Any], plan: Plan, charged: LedgerR
         0 if charged is None else charged.charged,
     )
     if known > total:
-        remarks.append(f"result.json says {total} steps, but {known} were taken: the file was changed or is wrong.")
+        remarks.append(
+            f"result.json says {total} steps, but {known} were taken: the file was changed or is wrong."
+        )
     if max(known, total) > plan.steps:
         remarks.append(
             f"plan.json plans {plan.steps} steps, but {max(known, total)} were taken: the file was changed or is wrong."
@@ -103,7 +121,9 @@ def _steps_of_weights(file: Path, plan: Plan, remarks: list[str]) -> int:
         with safe_open(str(file), "pt") as weights:
             return int((weights.metadata() or {}).get("steps", plan.steps))
     except (SafetensorError, OSError, ValueError):
-        remarks.append(f"{file.name} cannot be read: it is damaged, and all planned steps are counted.")
+        remarks.append(
+            f"{file.name} cannot be read: it is damaged, and all planned steps are counted."
+        )
         return plan.steps
 
 
@@ -117,7 +137,9 @@ def _steps_of_metrics(file: Path) -> int:
     return most
 
 
-def _delta(result: Mapping[str, Any], plan: Plan, charged: LedgerRun | None, remarks: list[str]) -> float:
+def _delta(
+    result: Mapping[str, Any], plan: Plan, charged: LedgerRun | None, remarks: list[str]
+) -> float:
     others = [result.get("delta"), None if charged is None else charged.delta]
     known = [plan.delta, *(float(delta) for delta in others if _is_number(delta) and 0 < delta < 1)]
     if max(known) > min(known):
@@ -128,7 +150,9 @@ def _delta(result: Mapping[str, Any], plan: Plan, charged: LedgerRun | None, rem
     return min(known)
 
 
-def _in_ledger(result: Mapping[str, Any], config: Mapping[str, Any], remarks: list[str]) -> LedgerRun | None:
+def _in_ledger(
+    result: Mapping[str, Any], config: Mapping[str, Any], remarks: list[str]
+) -> LedgerRun | None:
     """The run as the ledger knows it, if config.json names one that is there."""
     settings = config.get("settings", {})
     path, run = settings.get("ledger"), result.get("run")
@@ -142,7 +166,9 @@ def _in_ledger(result: Mapping[str, Any], config: Mapping[str, Any], remarks: li
     for known in runs:
         if (known.dataset, known.run_id) == (settings.get("dataset"), run):
             return known
-    remarks.append(f"The ledger {path} does not know this run: restore the ledger, or count the run as spent besides.")
+    remarks.append(
+        f"The ledger {path} does not know this run: restore the ledger, or count the run as spent besides."
+    )
     return None
 
 

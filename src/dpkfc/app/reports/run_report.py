@@ -32,7 +32,10 @@ MAJORITY = "always saying the most frequent class"
 LARGE = 20.0  # epsilons above promise nothing: e^20 is half a billion
 PROBES = 256  # that a step is looked at with
 CAPTIONS = {  # what a picture shows to who cannot see it, and what is to be said of it
-    "geometry.png": ("spectra and condition of every layer's map", "Public: from probes and the released weights."),
+    "geometry.png": (
+        "spectra and condition of every layer's map",
+        "Public: from probes and the released weights.",
+    ),
     "snr.png": (
         "signal to noise of one step, layer by layer",
         "Signal to noise of one step, layer by layer, at the run's clip and noise. Public: from synthetic probes with "
@@ -48,7 +51,9 @@ CAPTIONS = {  # what a picture shows to who cannot see it, and what is to be sai
 def write_report(folder: Path) -> Path:
     """Write `report.html` into the folder of a finished run, or of an experiment."""
     if folder.is_file():
-        raise PrivacyError(f"{folder} is a file: give the folder of `dpkfc train`, `dpkfc tune` or `dpkfc reproduce`")
+        raise PrivacyError(
+            f"{folder} is a file: give the folder of `dpkfc train`, `dpkfc tune` or `dpkfc reproduce`"
+        )
     if not any((folder / name).exists() for name in FILES) and is_experiment(folder):
         return write_experiment_report(folder, title_of(folder))
     return write_run_report(folder)
@@ -60,19 +65,31 @@ def write_run_report(folder: Path) -> Path:
     plan = Plan.from_json(fields)
     spent = recompute(folder, result, config, plan)
     sections = [
-        Section("Privacy, in plain words", [Text([*spent.remarks, *in_plain_words(spent.epsilon, spent.delta)])]),
+        Section(
+            "Privacy, in plain words",
+            [Text([*spent.remarks, *in_plain_words(spent.epsilon, spent.delta)])],
+        ),
         Section("The guarantee", [Facts(plan.statement())]),
-        Section("What was not charged", [Text(not_charged(result, config["settings"], plan.unchecked))]),
+        Section(
+            "What was not charged", [Text(not_charged(result, config["settings"], plan.unchecked))]
+        ),
         Section("What the model can do", _accuracy(result["test"])),
-        Section("How the budget was spent", [*_lost(result), *_spending(folder / "metrics.jsonl", plan)]),
-        Section("Settings, and why", [Grid(["what", "value", "why"], result["recipe"]), *_selection(result)]),
+        Section(
+            "How the budget was spent", [*_lost(result), *_spending(folder / "metrics.jsonl", plan)]
+        ),
+        Section(
+            "Settings, and why",
+            [Grid(["what", "value", "why"], result["recipe"]), *_selection(result)],
+        ),
         Section("The geometry, layer by layer", _pictures(folder, "geometry.png")),
         Section("A step, seen on probes", _pictures(folder, "snr.png", "clipping.png")),
         Section("The data", [Text(result["remarks"] or ["Nothing to remark."])]),
         Section("To repeat it", [Facts(flat(config))]),
     ]
     lead = f"{result['model']}, {result['parameters']:,} parameters, {result['records']:,} records, {_budget(spent)}"
-    return write_page(folder, f"Private training: {folder.resolve().name}", lead, [s for s in sections if s.parts])
+    return write_page(
+        folder, f"Private training: {folder.resolve().name}", lead, [s for s in sections if s.parts]
+    )
 
 
 def result_table(folder: Path, report: Path) -> Table:
@@ -82,11 +99,19 @@ def result_table(folder: Path, report: Path) -> Table:
     table = Table(title=str(folder), title_justify="left", show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    table.add_row("epsilon spent", f"{round_up(spent.epsilon)} at delta = {spent.delta:.3g}, add or remove one record")
+    table.add_row(
+        "epsilon spent",
+        f"{round_up(spent.epsilon)} at delta = {spent.delta:.3g}, add or remove one record",
+    )
     for remark in spent.remarks:
         table.add_row("beware", remark)
-    table.add_row("model", f"{found['model']}, {found['parameters']:,} parameters, {found['geometry']}")
-    table.add_row("steps", f"{found['steps']:,} of {found['batch_size']:,} expected records of {found['records']:,}")
+    table.add_row(
+        "model", f"{found['model']}, {found['parameters']:,} parameters, {found['geometry']}"
+    )
+    table.add_row(
+        "steps",
+        f"{found['steps']:,} of {found['batch_size']:,} expected records of {found['records']:,}",
+    )
     if lost := found.get("lost_steps", 0):
         table.add_row("lost", lost_steps(lost))
     table.add_row("noise", f"{found['noise']}, multiplier {found['noise_multiplier']:.4g}")
@@ -99,13 +124,17 @@ def result_table(folder: Path, report: Path) -> Table:
         shown = f"{test['accuracy']:.2%} of {test['records']:,} records (95 % interval {low:.1%} to {high:.1%})"
         table.add_row("test accuracy", f"{shown}; {test['note']}")
         if "majority" in test:  # older runs do not say
-            table.add_row("for comparison", f"{test['majority']:.2%} by {MAJORITY}, on the same records")
+            table.add_row(
+                "for comparison", f"{test['majority']:.2%} by {MAJORITY}, on the same records"
+            )
     table.add_row("weights", str(folder / "model.safetensors"))
     table.add_row("report", str(report))
     return table
 
 
-def draw_pictures(folder: Path, model: nn.Module, geometry: Geometry, probe: Probe, plan: Plan) -> None:
+def draw_pictures(
+    folder: Path, model: nn.Module, geometry: Geometry, probe: Probe, plan: Plan
+) -> None:
     """The geometry's maps at these weights, and what a step of the run does to probes. No record has a part in them.
 
     For correlated noise, σ is that of the noise as it is drawn.
@@ -141,8 +170,14 @@ def not_charged(
             "earlier runs say, that choice is not charged here."
         )
     else:
-        said.append("No setting was given by hand; a recipe made them that looks at no record, so there is no charge.")
-    count = "The number of records" if settings.get("records") is None else "The number of records that was stated"
+        said.append(
+            "No setting was given by hand; a recipe made them that looks at no record, so there is no charge."
+        )
+    count = (
+        "The number of records"
+        if settings.get("records") is None
+        else "The number of records that was stated"
+    )
     said.append(
         f"{count}, the shape of the inputs and the list of classes are taken as public. What was done with the records "
         "before, such as cleaning, or reading a schema off them, is not charged."
@@ -153,12 +188,22 @@ def not_charged(
             "released without a charge."
         )
     if settings.get("ledger"):
-        said.append(f"The run is charged in the ledger {settings['ledger']}, as {settings['dataset']}.")
+        said.append(
+            f"The run is charged in the ledger {settings['ledger']}, as {settings['dataset']}."
+        )
     else:
-        said.append("The run is in no ledger: what other runs on the same people cost is not added to its epsilon.")
+        said.append(
+            "The run is in no ledger: what other runs on the same people cost is not added to its epsilon."
+        )
     if settings.get("seed") is not None:
-        said.append("The noise comes from a seed, and whoever knows the seed can take the noise away.")
-    told = {"ledger": True, "records": settings.get("records") is None, "seed": settings.get("seed") is not None}
+        said.append(
+            "The noise comes from a seed, and whoever knows the seed can take the noise away."
+        )
+    told = {
+        "ledger": True,
+        "records": settings.get("records") is None,
+        "seed": settings.get("seed") is not None,
+    }
     said += [f"{NOT_CHECKED.get(what, what)}." for what in unchecked if not told.get(what)]
     return said
 
@@ -196,11 +241,20 @@ def _accuracy(test: dict[str, Any] | None) -> list[Text | Facts]:
     low, high = wilson(test["accuracy"], test["records"])
     rows = [
         ("accuracy", f"{100 * test['accuracy']:.2f} % of {test['records']:,} test records"),
-        ("uncertainty", f"{100 * low:.1f} to {100 * high:.1f} % (95 % interval, from the number of test records)"),
+        (
+            "uncertainty",
+            f"{100 * low:.1f} to {100 * high:.1f} % (95 % interval, from the number of test records)",
+        ),
         ("note", test["note"]),
     ]
     if "majority" in test:  # older runs do not say
-        rows.insert(2, ("for comparison", f"{100 * test['majority']:.2f} % by {MAJORITY}, on the same records"))
+        rows.insert(
+            2,
+            (
+                "for comparison",
+                f"{100 * test['majority']:.2f} % by {MAJORITY}, on the same records",
+            ),
+        )
     return [Facts(rows)]
 
 
@@ -211,7 +265,11 @@ def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
     [0.404, 0.596]
     """
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    half = (
+        z
+        / (1 + z * z / count)
+        * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    )
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
@@ -221,7 +279,11 @@ def lost_steps(count: int) -> str:
     >>> lost_steps(1)
     '1 step after the last checkpoint was charged, and the result was lost with the process: the charge stays'
     """
-    what = "1 step after the last checkpoint was" if count == 1 else f"{count:,} steps after the last checkpoint were"
+    what = (
+        "1 step after the last checkpoint was"
+        if count == 1
+        else f"{count:,} steps after the last checkpoint were"
+    )
     return f"{what} charged, and the result was lost with the process: the charge stays"
 
 
@@ -231,7 +293,9 @@ def _lost(result: Mapping[str, Any]) -> list[Text]:
 
 
 def _spending(metrics: Path, plan: Plan) -> list[Text | Picture]:
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    rows = (
+        [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    )
     if not rows or not find_spec("matplotlib"):
         return []
     import matplotlib
@@ -240,9 +304,16 @@ def _spending(metrics: Path, plan: Plan) -> list[Text | Picture]:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6.4, 2.8))
-    axes.plot([0, *(row["step"] for row in rows)], [0, *(row["epsilon"] for row in rows)], "-o", markersize=3)
+    axes.plot(
+        [0, *(row["step"] for row in rows)],
+        [0, *(row["epsilon"] for row in rows)],
+        "-o",
+        markersize=3,
+    )
     if plan.target_epsilon is not None:
-        axes.axhline(plan.target_epsilon, color="tab:red", linestyle="--", linewidth=1, label="the budget")
+        axes.axhline(
+            plan.target_epsilon, color="tab:red", linestyle="--", linewidth=1, label="the budget"
+        )
         axes.legend()
     axes.set(xlabel="step", ylabel="epsilon", ylim=(0, None))
     axes.grid(alpha=0.3)
@@ -251,7 +322,11 @@ def _spending(metrics: Path, plan: Plan) -> list[Text | Picture]:
 
 
 def _pictures(folder: Path, *names: str) -> list[Picture]:
-    return [Picture((folder / name).read_bytes(), *CAPTIONS[name]) for name in names if (folder / name).exists()]
+    return [
+        Picture((folder / name).read_bytes(), *CAPTIONS[name])
+        for name in names
+        if (folder / name).exists()
+    ]
 
 
 def _selection(result: Mapping[str, Any]) -> list[Facts]:
@@ -279,5 +354,7 @@ def _read(file: Path) -> dict[str, Any]:
             f"{file} is missing: a report needs the folder of a finished run of `dpkfc train`, or of `dpkfc reproduce`"
         ) from None
     except ValueError as problem:
-        raise PrivacyError(f"{file} is damaged ({problem}): restore it, or train again") from problem
+        raise PrivacyError(
+            f"{file} is damaged ({problem}): restore it, or train again"
+        ) from problem
     return found

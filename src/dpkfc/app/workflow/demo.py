@@ -52,7 +52,9 @@ class Method:
 
 
 def kfc() -> Geometry:
-    return dpkfc.KFC(dpkfc.probes.PinkNoise(shape=(1, 8, 8), classes=10, mean=0.3, std=0.3), every=20)
+    return dpkfc.KFC(
+        dpkfc.probes.PinkNoise(shape=(1, 8, 8), classes=10, mean=0.3, std=0.3), every=20
+    )
 
 
 # Each at the best of five learning rates, by three runs without the last 300 training records, measured on those.
@@ -76,11 +78,19 @@ class Outcome:
 
 
 def run_demo(
-    epsilon: float, delta: float, epochs: float, seed: int | None, console: Console, device: str = "cpu"
+    epsilon: float,
+    delta: float,
+    epochs: float,
+    seed: int | None,
+    console: Console,
+    device: str = "cpu",
 ) -> list[Outcome]:
     """Train each method on the digits at the same budget, with a progress bar, and print the table."""
     train_set, test_set = digits()
-    outcomes = [train(method, train_set, test_set, epsilon, delta, epochs, seed, console, device) for method in METHODS]
+    outcomes = [
+        train(method, train_set, test_set, epsilon, delta, epochs, seed, console, device)
+        for method in METHODS
+    ]
     seeded = "" if seed is None else f", seed {seed}"
     table = Table(title=f"digits: 1,437 records, delta = {delta:g}{seeded}", title_justify="left")
     table.add_column("method")
@@ -158,7 +168,11 @@ def train(
 
 def run(order: ReproduceOptions) -> None:
     """The demo once a seed; quick: one seed, a tenth as long."""
-    seeds, epochs, console = order.seeds(SEEDS), QUICK_EPOCHS if order.quick else EPOCHS, order.console
+    seeds, epochs, console = (
+        order.seeds(SEEDS),
+        QUICK_EPOCHS if order.quick else EPOCHS,
+        order.console,
+    )
     file = order.out / ("quick.jsonl" if order.quick else "demo.jsonl")
     try:
         order.out.mkdir(parents=True, exist_ok=True)
@@ -167,7 +181,10 @@ def run(order: ReproduceOptions) -> None:
             if seed not in done:
                 done[seed] = run_demo(EPSILON, DELTA, epochs, seed, console, order.device)
                 with file.open("a") as opened:
-                    opened.write(json.dumps({"seed": seed, "methods": [asdict(one) for one in done[seed]]}) + "\n")
+                    opened.write(
+                        json.dumps({"seed": seed, "methods": [asdict(one) for one in done[seed]]})
+                        + "\n"
+                    )
         found = [done[seed] for seed in seeds]
         publish(file, markdown(found, DELTA, file.stem), console, partial(plot, found), order.quick)
     except (OSError, ValueError) as error:
@@ -178,7 +195,12 @@ def keep(outcomes: Sequence[Outcome], delta: float, out: Path) -> Path:
     """The table and the picture of one demo, in a folder; the report of both."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        publish(out / "demo.md", markdown([outcomes], delta, "demo"), Console(quiet=True), partial(plot, [outcomes]))
+        publish(
+            out / "demo.md",
+            markdown([outcomes], delta, "demo"),
+            Console(quiet=True),
+            partial(plot, [outcomes]),
+        )
     except OSError as error:
         raise dpkfc.PrivacyError(f"--out {out}: {error}") from error
     return write_report(out)
@@ -189,14 +211,23 @@ def markdown(seeds: Sequence[Sequence[Outcome]], delta: float, picture: str) -> 
     lines = []
     for rows in zip(*seeds, strict=True):
         every = ", ".join(f"{100 * row.accuracy:.1f}" for row in rows)
-        lines.append([rows[0].method, mean_and_spread([row.accuracy for row in rows]), every, str(rows[0].steps)])
+        lines.append(
+            [
+                rows[0].method,
+                mean_and_spread([row.accuracy for row in rows]),
+                every,
+                str(rows[0].steps),
+            ]
+        )
     table = markdown_table(["method", "test %", "each seed", "steps"], lines)
     remark = (
         f"digits_cnn on 1,437 digits, tested on 360; epsilon {round_up(seeds[0][0].epsilon)}, delta {delta:g}; mean ± "
         "standard deviation over the seeds (their number). Each method has the best of five learning rates, chosen on "
         "held-out training records, which is not charged."
     )
-    course = f"![test accuracy along the steps: the mean, and from the least to the most]({picture}.png)"
+    course = (
+        f"![test accuracy along the steps: the mean, and from the least to the most]({picture}.png)"
+    )
     title = "The demo" + (" over several seeds" if len(seeds) > 1 else "")
     return f"# {title}\n\n{table}\n\n{remark}\n\n{course}\n"
 
@@ -212,5 +243,7 @@ def plot(seeds: Sequence[Sequence[Outcome]], file: Path) -> None:
         panel.plot(steps, middle, color=colour, label=rows[0].method, marker="o", markersize=3)
         panel.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
     spent = round_up(seeds[0][0].epsilon)
-    panel.set(xlabel="steps", ylabel="test accuracy, %", title=f"epsilon = {spent} at the last step")
+    panel.set(
+        xlabel="steps", ylabel="test accuracy, %", title=f"epsilon = {spent} at the last step"
+    )
     finish(figure, panel, file)

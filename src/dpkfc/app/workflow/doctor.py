@@ -31,7 +31,16 @@ from dpkfc.geometry.kfc import KFC
 from dpkfc.losses import cross_entropy
 from dpkfc.random import add_normal_, first_key
 
-REQUIRED = ("torch", "numpy", "scipy", "dp-accounting", "cryptography", "safetensors", "typer", "rich")
+REQUIRED = (
+    "torch",
+    "numpy",
+    "scipy",
+    "dp-accounting",
+    "cryptography",
+    "safetensors",
+    "typer",
+    "rich",
+)
 OPTIONAL = {
     "kymatio": ("features", "scattering features, the default for images"),
     "pillow": ("data", "image folders"),
@@ -57,7 +66,11 @@ def examine() -> Iterator[Finding]:
     yield Finding("python", "ok", platform.python_version())
     for name in REQUIRED:
         found = _version(name)
-        yield Finding(name, "ok", found) if found else Finding(name, "wrong", f"missing: pip install {name}")
+        yield (
+            Finding(name, "ok", found)
+            if found
+            else Finding(name, "wrong", f"missing: pip install {name}")
+        )
     for name, (extra, purpose) in OPTIONAL.items():
         found = _version(name)
         missing = f"not installed; for {purpose}: pip install 'dpkfc[{extra}]'"
@@ -92,11 +105,18 @@ def _version(name: str) -> str | None:
 
 
 def _threads() -> Finding:
-    used, cores = torch.get_num_threads(), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    used, cores = (
+        torch.get_num_threads(),
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
+    )
     cores = cores or os.cpu_count() or 1
     text = f"{used} of {cores} cores; devices: {', '.join(devices())}"
     if used > cores:
-        return Finding("threads", "note", f"{text}. More threads than cores slow each other: OMP_NUM_THREADS={cores}")
+        return Finding(
+            "threads",
+            "note",
+            f"{text}. More threads than cores slow each other: OMP_NUM_THREADS={cores}",
+        )
     return Finding("threads", "ok", text)
 
 
@@ -121,7 +141,9 @@ def _noise() -> str:
         ("share beyond 2", tail, expected, math.sqrt(expected * (1 - expected))),
     ):
         if abs(found - wanted) > 5 * spread * error:
-            raise PrivacyError(f"the {name} of {DRAWS} draws is {found:.4f}, not {wanted:.4f}: do not train with this")
+            raise PrivacyError(
+                f"the {name} of {DRAWS} draws is {found:.4f}, not {wanted:.4f}: do not train with this"
+            )
     return f"{DRAWS:,} draws: mean {mean:+.4f}, variance {variance:.4f}, {tail:.2%} beyond 2 (expected {expected:.2%})"
 
 
@@ -147,7 +169,9 @@ def _smoke() -> str:
     """Two steps of DP-KFC on random numbers."""
     begun = time.perf_counter()
     generator = torch.Generator().manual_seed(0)
-    data = TensorDataset(torch.randn(64, 8, generator=generator), torch.randint(2, (64,), generator=generator))
+    data = TensorDataset(
+        torch.randn(64, 8, generator=generator), torch.randint(2, (64,), generator=generator)
+    )
     model = torch.nn.Linear(8, 2)
     before = model.weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -166,6 +190,10 @@ def _smoke() -> str:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    if private.steps != 2 or not bool(model.weight.isfinite().all()) or bool((model.weight == before).any()):
+    if (
+        private.steps != 2
+        or not bool(model.weight.isfinite().all())
+        or bool((model.weight == before).any())
+    ):
         raise PrivacyError("two private steps did not change every weight to a finite number")
     return f"2 steps of DP-KFC, epsilon = {round_up(private.epsilon())}, in {time.perf_counter() - begun:.1f} s"

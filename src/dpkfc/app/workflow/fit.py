@@ -80,8 +80,12 @@ class Settings:
     physical_batch_size: int = 512
     ledger: str | None = None
     dataset: str | None = None  # its name in the ledger
-    budget: tuple[float, float | None] | None = None  # epsilon and delta of all runs in the ledger; None: the run's
-    records: int | None = None  # their public number; None: that of the training records is taken as public
+    budget: tuple[float, float | None] | None = (
+        None  # epsilon and delta of all runs in the ledger; None: the run's
+    )
+    records: int | None = (
+        None  # their public number; None: that of the training records is taken as public
+    )
     seed: int | None = None
     device: str = "cpu"
 
@@ -131,7 +135,13 @@ def fit(
             private = run.private
             lost = private.charged - private.steps
             done = Trained(
-                run.averaged.module, private.plan, run.recipe, private.epsilon(), private.steps, lost, private._run
+                run.averaged.module,
+                private.plan,
+                run.recipe,
+                private.epsilon(),
+                private.steps,
+                lost,
+                private._run,
             )
             release(loaded, built, settings, done, out, console)
             checkpoint.discard(out / "checkpoint")
@@ -140,7 +150,12 @@ def fit(
 
 
 def _train(
-    run: Run, out: Path, config: dict[str, Any], resumed: bool, console: Console, on_step: Callable[[int], None]
+    run: Run,
+    out: Path,
+    config: dict[str, Any],
+    resumed: bool,
+    console: Console,
+    on_step: Callable[[int], None],
 ) -> bool:
     """All steps, in the folder; False if it was asked to stop before the end."""
     try:
@@ -204,9 +219,13 @@ def check(settings: Settings) -> None:
             f"--batch-size {settings.batch_size}: noise drowns a batch with so few records: expect at least {FEWEST}"
         )
     if settings.physical_batch_size < 1:
-        raise PrivacyError(f"--physical-batch-size {settings.physical_batch_size}: must be at least 1")
+        raise PrivacyError(
+            f"--physical-batch-size {settings.physical_batch_size}: must be at least 1"
+        )
     if settings.delta is not None and not 0 < settings.delta < 1:
-        raise PrivacyError(f"--delta {settings.delta:g}: must lie between 0 and 1, and well below 1 / records")
+        raise PrivacyError(
+            f"--delta {settings.delta:g}: must lie between 0 and 1, and well below 1 / records"
+        )
     if settings.method not in ("kfc", "sgd"):
         raise PrivacyError(f"--method {settings.method}: choose kfc or sgd")
     if settings.noise not in ("auto", "independent"):
@@ -240,7 +259,9 @@ def check_budget(settings: Settings) -> None:
     epsilon, delta = settings.budget
     read_budget(f"{epsilon}" if delta is None else f"{epsilon},{delta}")
     if settings.ledger is None:
-        raise PrivacyError("--budget is the cap for all runs together, and is kept in a ledger: give --ledger FILE too")
+        raise PrivacyError(
+            "--budget is the cap for all runs together, and is kept in a ledger: give --ledger FILE too"
+        )
     if epsilon < settings.epsilon and delta in (None, settings.delta):
         raise PrivacyError(
             f"--budget {epsilon:g} for all runs together is less than --epsilon {settings.epsilon:g} of this one: give "
@@ -251,7 +272,9 @@ def check_budget(settings: Settings) -> None:
 def check_seed(seed: int | None) -> None:
     """Refuse one that torch does not take."""
     if seed is not None and not 0 <= seed < 2**63:
-        raise PrivacyError(f"--seed {seed}: give a whole number from 0 to {2**63 - 1}, or none: then noise is secret")
+        raise PrivacyError(
+            f"--seed {seed}: give a whole number from 0 to {2**63 - 1}, or none: then noise is secret"
+        )
 
 
 def check_device(device: str) -> None:
@@ -260,7 +283,9 @@ def check_device(device: str) -> None:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as problem:
         first, there = str(problem).splitlines()[0], ", ".join(devices())
-        raise PrivacyError(f"--device {device} cannot be used ({first}): choose from {there}") from problem
+        raise PrivacyError(
+            f"--device {device} cannot be used ({first}): choose from {there}"
+        ) from problem
 
 
 def devices() -> list[str]:
@@ -269,11 +294,15 @@ def devices() -> list[str]:
     return [*found, "mps"] if torch.backends.mps.is_available() else found
 
 
-def _start(loaded: Loaded, built: Built, settings: Settings, ledger: Ledger | None, console: Console) -> Run:
+def _start(
+    loaded: Loaded, built: Built, settings: Settings, ledger: Ledger | None, console: Console
+) -> Run:
     """All that can be refused is refused here, before anything is spent."""
     model = built.model.to(settings.device).train()
     with console.status("calibrating the noise"):
-        found = adjusted(base_recipe(built, public_count(settings, len(loaded.train)), settings), settings)
+        found = adjusted(
+            base_recipe(built, public_count(settings, len(loaded.train)), settings), settings
+        )
     data = on_device(inputs_of(loaded.train, built, console, "training records"), settings.device)
     private, averaged = joined(model, found, data, settings, settings.seed, ledger)
     return Run(private, averaged, found, Fingerprint.of(loaded.train))
@@ -304,7 +333,10 @@ def base_recipe(built: Built, records: int, settings: Settings) -> Recipe:
     geometry = found.arguments["geometry"]
     if isinstance(geometry, KFC) and (built.name == "linear" or built.features is not None):
         geometry.every = found.arguments["steps"]  # the inputs of a linear model never change
-    reasons = [(what, geometry.name if what == "geometry" else value, why) for what, value, why in found.reasons]
+    reasons = [
+        (what, geometry.name if what == "geometry" else value, why)
+        for what, value, why in found.reasons
+    ]
     return replace(found, reasons=tuple(reasons))
 
 
@@ -314,7 +346,9 @@ def batch_size(records: int, settings: Settings) -> int:
             f"--batch-size {settings.batch_size}: there are {records} training records, and no more can be drawn: "
             "choose a smaller one"
         )
-    return settings.batch_size or min(records, max(USUAL, round((settings.epochs or EPOCHS) * records / STEPS)))
+    return settings.batch_size or min(
+        records, max(USUAL, round((settings.epochs or EPOCHS) * records / STEPS))
+    )
 
 
 def adjusted(found: Recipe, settings: Settings) -> Recipe:
@@ -328,15 +362,26 @@ def adjusted(found: Recipe, settings: Settings) -> Recipe:
     if settings.clip is not None:
         reasons["clip"] = ("clip", f"{clip:.3g}", "given")
     if settings.rho is not None:
-        reasons["learning rate"] = ("learning rate", f"{lr:.3g}", f"noise of length {rho:.3g} in each unit's weights")
+        reasons["learning rate"] = (
+            "learning rate",
+            f"{lr:.3g}",
+            f"noise of length {rho:.3g} in each unit's weights",
+        )
     if settings.lr is not None:
         reasons["learning rate"] = ("learning rate", f"{lr:.3g}", "given")
     arguments = {**found.arguments, "clip": clip}
-    return replace(found, arguments=arguments, lr=lr, noise_length=rho, reasons=tuple(reasons.values()))
+    return replace(
+        found, arguments=arguments, lr=lr, noise_length=rho, reasons=tuple(reasons.values())
+    )
 
 
 def joined(
-    model: nn.Module, found: Recipe, data: TensorDataset, settings: Settings, seed: int | None, ledger: Ledger | None
+    model: nn.Module,
+    found: Recipe,
+    data: TensorDataset,
+    settings: Settings,
+    seed: int | None,
+    ledger: Ledger | None,
 ) -> tuple[PrivateRun, AveragedModel]:
     averaged = found.averaged(model)
     private = make_private(
@@ -386,7 +431,10 @@ def inputs_of(data: TensorDataset, built: Built, console: Console, what: str) ->
         return data
     parts = x.split(PART)
     with bar(console) as progress:
-        found = [built.features(part) for part in progress.track(parts, description=f"features of {what}")]
+        found = [
+            built.features(part)
+            for part in progress.track(parts, description=f"features of {what}")
+        ]
     return TensorDataset(torch.cat(found), y)
 
 
@@ -401,7 +449,9 @@ def _take_up(run: Run, out: Path) -> None:
     try:
         run.private.load(out / "checkpoint", averaged=run.averaged, data=run.data)
     except (PrivacyError, SafetensorError) as problem:
-        if isinstance(problem, PrivacyError) and not isinstance(problem.__cause__, OSError | ValueError):
+        if isinstance(problem, PrivacyError) and not isinstance(
+            problem.__cause__, OSError | ValueError
+        ):
             raise  # it can be read
         raise PrivacyError(
             f"the checkpoint of {out} is lost or damaged ({problem}): restore the folder from a backup, or begin anew "
@@ -423,17 +473,25 @@ def _loop(run: Run, out: Path, console: Console, on_step: Callable[[int], None])
             now = time.monotonic()
             if step // per_epoch > epochs:
                 epochs = step // per_epoch
-                line = {"step": step, "epsilon": private.epsilon(), "seconds": round(now - begun, 3)}
+                line = {
+                    "step": step,
+                    "epsilon": private.epsilon(),
+                    "seconds": round(now - begun, 3),
+                }
                 with (out / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps(line) + "\n")
-            if stopping() or worth_saving(step - saved_at, plan.steps, now - saved, saving, now - begun):
+            if stopping() or worth_saving(
+                step - saved_at, plan.steps, now - saved, saving, now - begun
+            ):
                 private.save(out / "checkpoint", averaged=run.averaged, data=run.data)
                 saved, saved_at = time.monotonic(), step
                 saving += saved - now
             if stopping():
                 return False
         progress.update(task, completed=private.charged)
-        private.save(out / "checkpoint", averaged=run.averaged, data=run.data)  # `release` may be interrupted
+        private.save(
+            out / "checkpoint", averaged=run.averaged, data=run.data
+        )  # `release` may be interrupted
     return True
 
 
@@ -458,7 +516,12 @@ def release(
         data = inputs_of(loaded.test, built, console, "test records")
         right = correct(model, data, settings.device, settings.physical_batch_size)
         most = int(data.tensors[1].bincount().max())
-        test = {"accuracy": right / len(data), "majority": most / len(data), "records": len(data), "note": TEST_NOTE}
+        test = {
+            "accuracy": right / len(data),
+            "majority": most / len(data),
+            "records": len(data),
+            "note": TEST_NOTE,
+        }
     write_json(
         out / "result.json",
         {
@@ -484,10 +547,10 @@ def release(
     try:
         with console.status("drawing the pictures of the report"):
             draw_pictures(out, model, done.recipe.arguments["geometry"], built.probe, plan)
-    except (
-        PrivacyError
-    ) as problem:  # of a model that has diverged, say: the run is paid for, and this is only a picture
-        console.print(f"the report has no pictures of probes: {problem}", markup=False, soft_wrap=True)
+    except PrivacyError as problem:  # of a model that has diverged, say: the run is paid for, and this is only a picture
+        console.print(
+            f"the report has no pictures of probes: {problem}", markup=False, soft_wrap=True
+        )
 
 
 def _keep_weights(model: nn.Module, steps: int, planned: int, file: Path) -> int:
@@ -498,9 +561,13 @@ def _keep_weights(model: nn.Module, steps: int, planned: int, file: Path) -> int
     if file.exists():
         try:
             with safe_open(str(file), "pt") as there:
-                found = int((there.metadata() or {}).get("steps", planned))  # it is written at a run's end only
+                found = int(
+                    (there.metadata() or {}).get("steps", planned)
+                )  # it is written at a run's end only
         except (SafetensorError, ValueError) as problem:
-            raise PrivacyError(f"{file} cannot be read ({problem}): move it away, and repeat the command") from problem
+            raise PrivacyError(
+                f"{file} cannot be read ({problem}): move it away, and repeat the command"
+            ) from problem
         if found > steps:
             load_model(model, str(file))
             return found

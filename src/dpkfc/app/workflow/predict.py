@@ -47,7 +47,9 @@ def predict(run_directory: str | Path, source: str | Path) -> list[Prediction]:
     sure, places = outputs.max(1)
     return [
         Prediction(name, config["classes"][place], probability)
-        for name, place, probability in zip(found.names, places.tolist(), sure.tolist(), strict=True)
+        for name, place, probability in zip(
+            found.names, places.tolist(), sure.tolist(), strict=True
+        )
     ]
 
 
@@ -57,7 +59,9 @@ def restore(run_directory: str | Path, loaded: Loaded | None = None) -> nn.Modul
     config = read_config(folder)
     if loaded is not None:
         _check_agreement(folder, config, loaded)
-    kind, probe = (kind_of(config), probe_of(config)) if loaded is None else (loaded.kind, loaded.probe)
+    kind, probe = (
+        (kind_of(config), probe_of(config)) if loaded is None else (loaded.kind, loaded.probe)
+    )
     name, code = config["settings"]["model"], config.get("code")
     if is_own(name) and not (isinstance(code, str) and code):
         raise PrivacyError(
@@ -69,7 +73,9 @@ def restore(run_directory: str | Path, loaded: Loaded | None = None) -> nn.Modul
         load_model(built.model, str(folder / "model.safetensors"))
     except Exception as problem:  # of safetensors, or of torch where sizes differ
         first = str(problem).splitlines()[0]
-        raise PrivacyError(f"{folder}/model.safetensors does not fit the model {built.name} ({first})") from problem
+        raise PrivacyError(
+            f"{folder}/model.safetensors does not fit the model {built.name} ({first})"
+        ) from problem
     return Restored(built).eval()
 
 
@@ -86,7 +92,9 @@ def read_config(run_directory: str | Path) -> dict[str, Any]:
     except ValueError as problem:
         raise PrivacyError(f"{file} is damaged ({problem}): restore it") from problem
     if not (folder / "model.safetensors").is_file() or not (folder / "result.json").is_file():
-        raise PrivacyError(f"the run in {folder} is not finished: repeat its command, which goes on where it stopped")
+        raise PrivacyError(
+            f"the run in {folder} is not finished: repeat its command, which goes on where it stopped"
+        )
     return config
 
 
@@ -111,7 +119,11 @@ def _check_agreement(folder: Path, config: dict[str, Any], loaded: Loaded) -> No
 
 def _features(source: dict[str, Any]) -> list[tuple[str, Any]]:
     """The schema without the target, in its order, which is that of the features."""
-    return [(name, values) for name, values in (source.get("schema") or {}).items() if name != source.get("target")]
+    return [
+        (name, values)
+        for name, values in (source.get("schema") or {}).items()
+        if name != source.get("target")
+    ]
 
 
 def _short(value: Any) -> str:

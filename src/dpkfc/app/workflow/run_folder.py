@@ -33,9 +33,13 @@ def check_folder(out: Path) -> None:
     try:
         found = next(place for place in (out, *out.absolute().parents) if place.exists())
     except OSError as problem:  # too long a name, say
-        raise PrivacyError(f"--out {out} cannot be used ({problem.strerror}): choose another folder") from problem
+        raise PrivacyError(
+            f"--out {out} cannot be used ({problem.strerror}): choose another folder"
+        ) from problem
     if not found.is_dir():
-        raise PrivacyError(f"--out {out}: {found} is a file, and a folder is needed: choose another")
+        raise PrivacyError(
+            f"--out {out}: {found} is a file, and a folder is needed: choose another"
+        )
     if not os.access(found, os.W_OK | os.X_OK):
         raise PrivacyError(f"--out {out}: {found} may not be written to: choose another folder")
 
@@ -71,7 +75,9 @@ def _lock(out: Path) -> int | None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(file)
-            raise PrivacyError(f"another process is training in {out}: wait for it, or choose another --out") from None
+            raise PrivacyError(
+                f"another process is training in {out}: wait for it, or choose another --out"
+            ) from None
         except OSError:  # a file system without locks
             os.close(file)
             (out / LOCK).unlink(missing_ok=True)
@@ -79,21 +85,31 @@ def _lock(out: Path) -> int | None:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file), os.stat(out / LOCK)):
                 return file
-        os.close(file)  # its owner removed it after it was opened here: the next may have made another
+        os.close(
+            file
+        )  # its owner removed it after it was opened here: the next may have made another
 
 
 def resumes(out: Path, config: dict[str, Any]) -> bool:
     """Whether the folder holds this run already; if another one, that is an error."""
     if not (out / "config.json").exists():
         if (out / "model.safetensors").exists():
-            raise PrivacyError(f"{out} holds the model.safetensors of something else: choose another --out")
+            raise PrivacyError(
+                f"{out} holds the model.safetensors of something else: choose another --out"
+            )
         return False
     try:
         found = json.loads((out / "config.json").read_text())
     except ValueError as problem:
-        raise PrivacyError(f"{out}/config.json is damaged ({problem}): choose another --out") from problem
+        raise PrivacyError(
+            f"{out}/config.json is damaged ({problem}): choose another --out"
+        ) from problem
     config = json.loads(json.dumps(config))
-    changed = [key for key in {**found, **config} if key != "settings" and found.get(key) != config.get(key)]
+    changed = [
+        key
+        for key in {**found, **config}
+        if key != "settings" and found.get(key) != config.get(key)
+    ]
     settings = found.get("settings", {})
     changed += [key for key, value in config["settings"].items() if settings.get(key) != value]
     if changed:
@@ -142,11 +158,17 @@ def stoppable() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         asked = True
 
-    if threading.current_thread() is not threading.main_thread():  # only there can signals be handled
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # only there can signals be handled
         yield lambda: False
         return
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    before = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+    before = {
+        number: handler
+        for number, handler in handlers.items()
+        if handler not in (signal.SIG_IGN, None)
+    }
     for number in before:
         signal.signal(number, ask)
     try:

@@ -79,8 +79,14 @@ class Spread:
             numbers = [float(part) for part in text.split(",")]
         except ValueError:
             numbers = []
-        if len(numbers) not in (1, 2) or not all(0 < x < math.inf for x in numbers) or sorted(set(numbers)) != numbers:
-            raise PrivacyError(f"--{option} {text}: give a positive number, or two as LOW,HIGH with LOW below HIGH")
+        if (
+            len(numbers) not in (1, 2)
+            or not all(0 < x < math.inf for x in numbers)
+            or sorted(set(numbers)) != numbers
+        ):
+            raise PrivacyError(
+                f"--{option} {text}: give a positive number, or two as LOW,HIGH with LOW below HIGH"
+            )
         return Spread(numbers[0], numbers[-1])
 
     @property
@@ -127,7 +133,9 @@ def hold_out(loaded: Loaded, validation: str, load: Callable[[str], Loaded]) -> 
             ) from None
         return HeldOut(loaded, other.train, public=True)
     if not 0 < share < 1:
-        raise PrivacyError(f"--validation {validation}: a share of the records between 0 and 1, or public records")
+        raise PrivacyError(
+            f"--validation {validation}: a share of the records between 0 and 1, or public records"
+        )
     x, y = loaded.train.tensors
     marks = [
         mark(b"validation", row.numpy().tobytes(), str(label).encode())
@@ -135,8 +143,14 @@ def hold_out(loaded: Loaded, validation: str, load: Callable[[str], Loaded]) -> 
     ]
     rest, kept = split(Records(x, y, marks), share)
     if not len(rest) or not len(kept):
-        raise PrivacyError(f"--validation {validation}: {len(x)} records are too few to hold some of them out")
-    return HeldOut(replace(loaded, train=TensorDataset(rest.x, rest.y)), TensorDataset(kept.x, kept.y), public=False)
+        raise PrivacyError(
+            f"--validation {validation}: {len(x)} records are too few to hold some of them out"
+        )
+    return HeldOut(
+        replace(loaded, train=TensorDataset(rest.x, rest.y)),
+        TensorDataset(kept.x, kept.y),
+        public=False,
+    )
 
 
 @dataclass(frozen=True)
@@ -152,7 +166,9 @@ class Work:
     public_validation: bool
 
     def draw(self, trial: Trial) -> Settings:
-        chosen: dict[str, Any] = {name: spread.draw(name, trial) for name, spread in self.space.items()}
+        chosen: dict[str, Any] = {
+            name: spread.draw(name, trial) for name, spread in self.space.items()
+        }
         return replace(self.settings, **chosen)
 
     def run(self, found: Recipe, number: int) -> PrivateRun:
@@ -174,10 +190,14 @@ class Work:
 
     def right(self, private: PrivateRun) -> int:
         """How many validation records the model gets right."""
-        return correct(private.model, self.validation, self.settings.device, self.settings.physical_batch_size)
+        return correct(
+            private.model, self.validation, self.settings.device, self.settings.physical_batch_size
+        )
 
 
-def prepare(held_out: HeldOut, settings: Settings, space: Mapping[str, Spread], console: Console) -> Work:
+def prepare(
+    held_out: HeldOut, settings: Settings, space: Mapping[str, Spread], console: Console
+) -> Work:
     loaded = held_out.loaded
     if settings.seed is not None:
         torch.manual_seed(settings.seed)
@@ -196,22 +216,31 @@ def publicly(work: Work, tries: int, config: dict[str, Any], out: Path, console:
     def objective(trial: Trial) -> float:
         settings = work.draw(trial)
         if settings.epochs not in recipes:
-            recipes[settings.epochs] = base_recipe(work.built, public_count(settings, len(work.train)), settings)
+            recipes[settings.epochs] = base_recipe(
+                work.built, public_count(settings, len(work.train)), settings
+            )
         found = adjusted(recipes[settings.epochs], settings)
         trial.set_user_attr("learning rate", found.lr)
         return work.right(work.run(found, trial.number)) / len(work.validation)
 
     out.mkdir(parents=True, exist_ok=True)
     name = f"tuning {sha256(json.dumps(config).encode()).hexdigest()[:12]}"  # another command has its own tries
-    seed = None if work.settings.seed is None else work.settings.seed % 2**31  # NumPy takes no larger ones
+    seed = (
+        None if work.settings.seed is None else work.settings.seed % 2**31
+    )  # NumPy takes no larger ones
     found = tuning.tune(objective, tries=tries, storage=out / "tuning.db", name=name, seed=seed)
     headings, rows = _table(found)
-    table = Table(*headings, title=f"{len(rows)} tries, the best first", title_justify="left", pad_edge=False)
+    table = Table(
+        *headings, title=f"{len(rows)} tries, the best first", title_justify="left", pad_edge=False
+    )
     for row in rows:
         table.add_row(*row)
     console.print(table)
     command = _command(replace(work.settings, **found.settings))
-    write_json(out / "best.json", {**found.settings, "accuracy": found.score, "records": len(work.validation)})
+    write_json(
+        out / "best.json",
+        {**found.settings, "accuracy": found.score, "records": len(work.validation)},
+    )
     (out / "tries.md").write_text(_markdown(work, headings, rows, command), encoding="utf-8")
     report = write_experiment_report(out, f"Tuning on public data: {out.resolve().name}")
     for line in (f"for private data of this kind: {command}", f"report: {report}"):
@@ -247,7 +276,12 @@ def _markdown(work: Work, headings: list[str], rows: list[list[str]], command: s
 
 
 def privately(
-    work: Work, tries: float, score_noise: float | None, config: dict[str, Any], out: Path, console: Console
+    work: Work,
+    tries: float,
+    score_noise: float | None,
+    config: dict[str, Any],
+    out: Path,
+    console: Console,
 ) -> None:
     """Only the best of a random number of tries is released: nothing is shown of the others, nor how many they were."""
     resumed, secret = resumes(out, config), out / SECRET
@@ -260,7 +294,9 @@ def privately(
         found, plan = priced(work, best_of)
     console.print(found)
     console.print(plan)
-    console.print(f"A try takes {plan.steps:,} steps. How many are made is a secret, and so is the time that is left.")
+    console.print(
+        f"A try takes {plan.steps:,} steps. How many are made is a secret, and so is the time that is left."
+    )
     _begin(work, plan, config, out, resumed)
     begun = resumed
 
@@ -273,7 +309,11 @@ def privately(
     try:
         with ledger_of(work.settings, len(work.train)) as ledger:
             selected = tuning.tune_privately(
-                objective, plan=plan, storage=secret / "tuning.db", ledger=ledger, seed=work.settings.seed
+                objective,
+                plan=plan,
+                storage=secret / "tuning.db",
+                ledger=ledger,
+                seed=work.settings.seed,
             )
     except PrivacyError:
         if not begun:  # refused by the ledger, say: nothing was spent
@@ -310,7 +350,9 @@ def priced(work: Work, best_of: BestOf) -> tuple[Recipe, Plan]:
     that there will be.
     """
     settings, records = work.settings, public_count(work.settings, len(work.train))
-    expected, steps = batches(records, batch_size(records, settings), settings.epochs or EPOCHS, None)
+    expected, steps = batches(
+        records, batch_size(records, settings), settings.epochs or EPOCHS, None
+    )
     run: dict[str, Any] = {
         "records": records,
         "batch_size": expected,
@@ -325,8 +367,16 @@ def priced(work: Work, best_of: BestOf) -> tuple[Recipe, Plan]:
     candidate = evaluate(found.arguments["noise"], Workload.sgd(momentum=found.momentum), **run)
     units, parameters = size(work.built.model)
     lr = found.noise_length * math.sqrt(units / parameters) / candidate.rmse
-    price = ("epsilon, delta", f"{round_up(settings.epsilon, 6)}, {run['delta']:.3g}", "the price of the whole tuning")
-    arguments = {**found.arguments, "epsilon": settings.epsilon, "options": Options(best_of=best_of)}
+    price = (
+        "epsilon, delta",
+        f"{round_up(settings.epsilon, 6)}, {run['delta']:.3g}",
+        "the price of the whole tuning",
+    )
+    arguments = {
+        **found.arguments,
+        "epsilon": settings.epsilon,
+        "options": Options(best_of=best_of),
+    }
     plan = replace(candidate.plan, geometry=found.arguments["geometry"].name)
     return replace(found, arguments=arguments, lr=lr, reasons=(price, *found.reasons[1:])), plan
 
@@ -336,7 +386,9 @@ def _begin(work: Work, plan: Plan, config: dict[str, Any], out: Path, resumed: b
     file, records = out / SECRET / "records", Fingerprint.of(work.loaded.train)
     if resumed:
         if not file.exists():
-            raise PrivacyError(f"{file.parent} is gone, and with it the tries that were paid for: choose another --out")
+            raise PrivacyError(
+                f"{file.parent} is gone, and with it the tries that were paid for: choose another --out"
+            )
         return records.load_state_dict({"digest": file.read_text()})
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     file.write_text(records.digest)
@@ -344,18 +396,31 @@ def _begin(work: Work, plan: Plan, config: dict[str, Any], out: Path, resumed: b
     write_json(out / "config.json", config)
 
 
-def _release(work: Work, selected: tuning.Selected, found: Recipe, out: Path, console: Console) -> None:
+def _release(
+    work: Work, selected: tuning.Selected, found: Recipe, out: Path, console: Console
+) -> None:
     if selected.settings is None or selected.state_dict is None or selected.score is None:
-        raise PrivacyError("no try came to an end, so there is nothing to release; the price is spent all the same")
-    recipe, best_of = adjusted(found, replace(work.settings, **selected.settings)), selected.plan.best_of
+        raise PrivacyError(
+            "no try came to an end, so there is nothing to release; the price is spent all the same"
+        )
+    recipe, best_of = (
+        adjusted(found, replace(work.settings, **selected.settings)),
+        selected.plan.best_of,
+    )
     plan = replace(selected.plan, clip=recipe.arguments["clip"])
     write_json(out / "plan.json", plan.to_json())
     work.built.model.load_state_dict(selected.state_dict)
     noise = None if best_of is None else best_of.score_noise
-    by = "public validation records" if noise is None else f"validation records, plus noise of {noise:.3g}, priced in"
+    by = (
+        "public validation records"
+        if noise is None
+        else f"validation records, plus noise of {noise:.3g}, priced in"
+    )
     selection = {
         "settings": selected.settings,
         "score": f"{selected.score:.1f} right of {len(work.validation):,} {by}",
     }
-    done = Trained(work.built.model, plan, recipe, selected.epsilon, plan.steps, run=selected.run_id)
+    done = Trained(
+        work.built.model, plan, recipe, selected.epsilon, plan.steps, run=selected.run_id
+    )
     release(work.loaded, work.built, work.settings, done, out, console, selection)

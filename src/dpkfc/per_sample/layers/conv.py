@@ -70,11 +70,15 @@ def _windows(module: Conv, padded: Tensor) -> Tensor:
     return view
 
 
-def _weight_gradient(module: Conv, padded: Tensor, delta: Tensor, weight: Tensor, groups: int) -> Tensor:
+def _weight_gradient(
+    module: Conv, padded: Tensor, delta: Tensor, weight: Tensor, groups: int
+) -> Tensor:
     space = len(module.kernel_size)
     used = [
         d * (k - 1) + s * (n - 1) + 1
-        for d, k, s, n in zip(module.dilation, module.kernel_size, module.stride, delta.shape[2:], strict=True)
+        for d, k, s, n in zip(
+            module.dilation, module.kernel_size, module.stride, delta.shape[2:], strict=True
+        )
     ]
     for dim, size in enumerate(used):  # rows past the last stride take no part
         padded = padded.narrow(2 + dim, 0, size)
@@ -114,11 +118,15 @@ class ConvGrad:
             yield ConvGrad(self.module, x, delta, self.ones)
 
     def squared_norms(self, preconditioner: LinearMap) -> Tensor:
-        norms = torch.cat([sum_of_squares(preconditioner.apply(piece.per_sample())) for piece in self._split()])
+        norms = torch.cat(
+            [sum_of_squares(preconditioner.apply(piece.per_sample())) for piece in self._split()]
+        )
         # an entry of the input is in at most as many patches as the kernel has positions
         patches_size = squared_size(self.padded) * math.prod(self.module.kernel_size)
         additions = self.delta[0, 0].numel() + len(self.delta)
-        return with_slack(norms, squared_size(self.delta) * patches_size, preconditioner.gain, additions)
+        return with_slack(
+            norms, squared_size(self.delta) * patches_size, preconditioner.gain, additions
+        )
 
     def squares(self) -> list[Tensor]:
         return add_up(DenseGrad(piece.per_sample()).squares() for piece in self._split())
@@ -127,7 +135,8 @@ class ConvGrad:
         """Of the gradients as they were measured: one kernel for all would add up positions of different samples."""
         parts = torch.split(weights, [len(piece.padded) for piece in self._split()])
         return add_up(
-            DenseGrad(piece.per_sample()).weighted_sum(part) for piece, part in zip(self._split(), parts, strict=True)
+            DenseGrad(piece.per_sample()).weighted_sum(part)
+            for piece, part in zip(self._split(), parts, strict=True)
         )
 
     def per_sample(self) -> list[Tensor]:
@@ -135,9 +144,15 @@ class ConvGrad:
         batch, shape = len(padded), self.module.weight.shape
         if self.module.groups == 1 and padded.shape[1] <= FEW_CHANNELS:
             by_position = delta.flatten(2).transpose(1, 2)
-            weight = torch.bmm(_columns(self.module, padded), by_position).transpose(1, 2).reshape(batch, *shape)
+            weight = (
+                torch.bmm(_columns(self.module, padded), by_position)
+                .transpose(1, 2)
+                .reshape(batch, *shape)
+            )
         else:
-            stacked = torch.empty(batch * shape[0], *shape[1:], dtype=delta.dtype, device=delta.device)
+            stacked = torch.empty(
+                batch * shape[0], *shape[1:], dtype=delta.dtype, device=delta.device
+            )
             weight = _weight_gradient(
                 self.module,
                 padded.flatten(0, 1).unsqueeze(0),
@@ -148,7 +163,9 @@ class ConvGrad:
         return [weight, delta.flatten(2).sum(2)] if self.ones else [weight]
 
     def masked(self, keep: Tensor) -> ConvGrad:
-        return ConvGrad(self.module, keep_rows(self.padded, keep), keep_rows(self.delta, keep), self.ones)
+        return ConvGrad(
+            self.module, keep_rows(self.padded, keep), keep_rows(self.delta, keep), self.ones
+        )
 
 
 def conv(use: Use) -> Slots:
@@ -159,10 +176,26 @@ def conv(use: Use) -> Slots:
     slots: Slots = []
     if "weight" in wanted:
         name: tuple[str, ...] = ("weight", "bias") if joint else ("weight",)
-        slots.append((name, _weight_form(module, pad_input(module, x), delta, joint, batch, use.map_of(name))))
+        slots.append(
+            (
+                name,
+                _weight_form(module, pad_input(module, x), delta, joint, batch, use.map_of(name)),
+            )
+        )
     if "bias" in wanted and not joint:
         slots.append(
-            (("bias",), DenseGrad([at_least_float32(delta).flatten(2).sum(2).view(batch, -1, delta.shape[1]).sum(1)]))
+            (
+                ("bias",),
+                DenseGrad(
+                    [
+                        at_least_float32(delta)
+                        .flatten(2)
+                        .sum(2)
+                        .view(batch, -1, delta.shape[1])
+                        .sum(1)
+                    ]
+                ),
+            )
         )
     return slots
 
@@ -178,7 +211,11 @@ def _weight_form(
         return DenseGrad([g.view(batch, -1, *g.shape[1:]).sum(1) for g in form.per_sample()])
     if module.groups == 1 and positions * (out + into) < out * into:
         left, right = delta.flatten(2).transpose(1, 2), patches(module, padded)
-        last = torch.ones(left.shape[:2], dtype=at_least_float32(left).dtype, device=left.device) if ones else None
+        last = (
+            torch.ones(left.shape[:2], dtype=at_least_float32(left).dtype, device=left.device)
+            if ones
+            else None
+        )
         outer = OuterProductGrad(left, right, last)
         if sum(preconditioner.work) and positions == 1:
             outer = outer.map_first(preconditioner)

@@ -47,11 +47,17 @@ class RowSparseGrad:
         row, flat = row.flatten(), at_least_float32(values).flatten(0, 1)
         sums = flat.new_zeros(len(keys), flat.shape[1]).index_add_(0, row, flat)
         places = torch.arange(len(row), device=row.device)
-        first = torch.full((len(keys),), len(row), device=row.device).scatter_reduce_(0, row, places, "amin")
-        return RowSparseGrad(ids, torch.zeros_like(flat).index_copy_(0, first, sums).view(*ids.shape, -1), count)
+        first = torch.full((len(keys),), len(row), device=row.device).scatter_reduce_(
+            0, row, places, "amin"
+        )
+        return RowSparseGrad(
+            ids, torch.zeros_like(flat).index_copy_(0, first, sums).view(*ids.shape, -1), count
+        )
 
     def squared_norms(self, preconditioner: LinearMap) -> Tensor:
-        return squared_size(preconditioner.rows(self.ids.flatten(), self.values.flatten(0, 1)).view_as(self.values))
+        return squared_size(
+            preconditioner.rows(self.ids.flatten(), self.values.flatten(0, 1)).view_as(self.values)
+        )
 
     def products(self) -> Tensor:
         """``(Σ_t ‖v_t‖)²``"""
@@ -88,7 +94,9 @@ class RowSparseGrad:
         if len(rows) == 1:
             return rows[0]
         return RowSparseGrad.merged(
-            torch.cat([r.ids for r in rows], 1), torch.cat([r.values for r in rows], 1), rows[0].count
+            torch.cat([r.ids for r in rows], 1),
+            torch.cat([r.values for r in rows], 1),
+            rows[0].count,
         )
 
 
@@ -109,13 +117,24 @@ class TiedEmbeddingGrad:
         positions = self.head.left.shape[1] + self.rows.ids.shape[1]
         terms = positions + deep(self.head.left.shape[2]) + deep(self.head.right.shape[2])
         norms, products, largest = self._norms(preconditioner)
-        norms = trusted(norms, products, largest, terms, lambda i: self._picked(i).double()._norms(preconditioner)[0])
+        norms = trusted(
+            norms,
+            products,
+            largest,
+            terms,
+            lambda i: self._picked(i).double()._norms(preconditioner)[0],
+        )
         return with_slack(norms, products, 1.0, self.head._additions + self.rows.ids.shape[1])
 
     def _norms(self, preconditioner: LinearMap) -> tuple[Tensor, Tensor, Tensor]:
         """Squared norms; the square of the length, mapped, of all that is added; the largest square of a factor."""
-        of_head, of_rows = self.head.measured(preconditioner), self.rows.squared_norms(preconditioner)
-        products = (preconditioner.gain * (self.head.products().sqrt() + self.rows.products().sqrt())).square()
+        of_head, of_rows = (
+            self.head.measured(preconditioner),
+            self.rows.squared_norms(preconditioner),
+        )
+        products = (
+            preconditioner.gain * (self.head.products().sqrt() + self.rows.products().sqrt())
+        ).square()
         largest = torch.stack([size.amax(1) for size in self.head._sizes()]).amax(0)
         return of_head + of_rows + 2 * self._cross(preconditioner), products, largest
 
@@ -124,13 +143,17 @@ class TiedEmbeddingGrad:
         left, right = at_least_float32(self.head.left), at_least_float32(self.head.right)
         ids, values = self.rows.ids, at_least_float32(self.rows.values)
         flat = ids.flatten()
-        values = preconditioner.rows(flat, preconditioner.rows(flat, values.flatten(0, 1))).view_as(values)
+        values = preconditioner.rows(flat, preconditioner.rows(flat, values.flatten(0, 1))).view_as(
+            values
+        )
         picked = left.gather(2, ids.unsqueeze(1).expand(-1, left.shape[1], -1))
         return torch.bmm(right, values.transpose(1, 2)).mul_(picked).sum((1, 2))
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
         """Of a few samples at a time head and rows together, so that what cancels is gone before others are added."""
-        return add_up(self._picked(i)._sum(weights[i]) for i in blocks(len(weights), self.head._block))
+        return add_up(
+            self._picked(i)._sum(weights[i]) for i in blocks(len(weights), self.head._block)
+        )
 
     def _sum(self, weights: Tensor) -> list[Tensor]:
         (total,) = self.head.weighted_sum(weights)
@@ -150,7 +173,8 @@ class TiedEmbeddingGrad:
 
     def double(self) -> TiedEmbeddingGrad:
         return TiedEmbeddingGrad(
-            self.head.double(), RowSparseGrad(self.rows.ids, self.rows.values.double(), self.rows.count)
+            self.head.double(),
+            RowSparseGrad(self.rows.ids, self.rows.values.double(), self.rows.count),
         )
 
     def masked(self, keep: Tensor) -> TiedEmbeddingGrad:
@@ -164,5 +188,7 @@ def embedding(use: Use) -> Slots:
     ids, values = use.a.reshape(use.batch, -1), as_positions(use.delta, use.batch)
     if module.padding_idx is not None:
         padding = (ids == module.padding_idx).unsqueeze(2)
-        values = torch.where(padding, torch.zeros((), dtype=values.dtype, device=values.device), values)
+        values = torch.where(
+            padding, torch.zeros((), dtype=values.dtype, device=values.device), values
+        )
     return [(("weight",), RowSparseGrad.merged(ids, values, module.num_embeddings))]

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dpkfc.per_sample.record import DenseGrad, OuterProductGrad, PerSampleGrad, Use, at_least_float32, matrix
+from dpkfc.per_sample.record import (
+    DenseGrad,
+    OuterProductGrad,
+    PerSampleGrad,
+    Use,
+    at_least_float32,
+    matrix,
+)
 
 Slots = list[tuple[tuple[str, ...], PerSampleGrad]]
 
@@ -29,7 +36,14 @@ def _matrix(use: Use, transposed: bool) -> Slots:
     slots: Slots = []
     if use.joint and "weight" in use.wanted:
         names = ("weight", "bias") if "bias" in use.wanted else ("weight",)
-        form = matrix(delta, a, use.workspace, use.map_of(names), bias="bias" in use.wanted, transposed=transposed)
+        form = matrix(
+            delta,
+            a,
+            use.workspace,
+            use.map_of(names),
+            bias="bias" in use.wanted,
+            transposed=transposed,
+        )
         return [(names, form)]
     if "weight" in use.wanted:  # tied: `OuterProductGrad` can be joined with the other uses
         slots.append((("weight",), OuterProductGrad(delta, a, transposed=transposed)))

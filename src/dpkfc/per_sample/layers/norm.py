@@ -27,7 +27,9 @@ def over_features(use: Use) -> Slots:
 def over_channels(use: Use) -> Slots:
     """GroupNorm and InstanceNorm: one weight a channel, channels in dimension 1."""
     module, batch = use.module, use.batch
-    assert isinstance(module, nn.GroupNorm | nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
+    assert isinstance(
+        module, nn.GroupNorm | nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
+    )
     x, delta = at_least_float32(use.a), at_least_float32(use.delta)
     groups = module.num_groups if isinstance(module, nn.GroupNorm) else x.shape[1]
     normalised = F.group_norm(x, groups, None, None, module.eps)
@@ -38,7 +40,9 @@ def over_channels(use: Use) -> Slots:
     return _slots(normalised, delta, use.wanted, per_channel)
 
 
-def _slots(normalised: Tensor, delta: Tensor, wanted: set[str], reduce: Callable[[Tensor], Tensor]) -> Slots:
+def _slots(
+    normalised: Tensor, delta: Tensor, wanted: set[str], reduce: Callable[[Tensor], Tensor]
+) -> Slots:
     slots: Slots = []
     if "weight" in wanted:
         slots.append((("weight",), DenseGrad([reduce(normalised.mul_(delta))])))

@@ -18,7 +18,13 @@ from dpkfc.errors import PrivacyError
 Recurrent = nn.LSTM | nn.GRU | nn.RNN
 
 
-def run(module: Recurrent, copies: dict[str, Tensor], batch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run(
+    module: Recurrent,
+    copies: dict[str, Tensor],
+    batch: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     """The module's output with one copy of the parameters a sample."""
     x, state = _arguments(*args, **kwargs)
     if not isinstance(x, Tensor):
@@ -26,7 +32,9 @@ def run(module: Recurrent, copies: dict[str, Tensor], batch: int, args: tuple[An
             f"{type(module).__name__}: packed sequences mix the samples; pad them and mask the loss instead"
         )
     if module.proj_size:
-        raise PrivacyError(f"{type(module).__name__}: proj_size is not supported; add a Linear after it")
+        raise PrivacyError(
+            f"{type(module).__name__}: proj_size is not supported; add a Linear after it"
+        )
     fixed = {name: p for name, p in module.named_parameters() if name not in copies}
     layers = module.num_layers * (2 if module.bidirectional else 1)
     zeros = x.new_zeros(batch, layers, module.hidden_size)
@@ -35,7 +43,9 @@ def run(module: Recurrent, copies: dict[str, Tensor], batch: int, args: tuple[An
     else:
         h, c = zeros if state is None else state.transpose(0, 1), zeros
 
-    def one(parameters: dict[str, Tensor], x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def one(
+        parameters: dict[str, Tensor], x: Tensor, h: Tensor, c: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return _unroll(module, {**fixed, **parameters}, x, h, c)
 
     out, h, c = torch.vmap(one, randomness="different")(copies, x, h, c)
@@ -57,9 +67,14 @@ def _unroll(
         directions = []
         for direction in range(2 if module.bidirectional else 1):
             suffix = f"l{layer}" + ("_reverse" if direction else "")
-            weights = [parameters.get(f"{kind}_{suffix}") for kind in ("weight_ih", "bias_ih", "weight_hh", "bias_hh")]
+            weights = [
+                parameters.get(f"{kind}_{suffix}")
+                for kind in ("weight_ih", "bias_ih", "weight_hh", "bias_hh")
+            ]
             index = len(last_h)
-            outputs, h, c = _scan(module, weights, x.flip(0) if direction else x, h0[index], c0[index])
+            outputs, h, c = _scan(
+                module, weights, x.flip(0) if direction else x, h0[index], c0[index]
+            )
             directions.append(outputs.flip(0) if direction else outputs)
             last_h.append(h)
             last_c.append(c)
@@ -87,6 +102,8 @@ def _scan(
             n = torch.tanh(from_input.chunk(3)[2] + torch.sigmoid(r) * from_state.chunk(3)[2])
             h = (1 - z) * n + z * h
         else:
-            h = (torch.tanh if module.nonlinearity == "tanh" else torch.relu)(from_input + from_state)
+            h = (torch.tanh if module.nonlinearity == "tanh" else torch.relu)(
+                from_input + from_state
+            )
         outputs.append(h)
     return torch.stack(outputs), h, c

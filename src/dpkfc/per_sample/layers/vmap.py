@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def parameters_replaced(module: nn.Module, replacement: dict[int, Tensor]) -> Iterator[None]:
     """While this lasts, every parameter of the module whose id is a key is the given tensor instead."""
-    places = [(m, name, p) for m in module.modules() for name, p in m._parameters.items() if id(p) in replacement]
+    places = [
+        (m, name, p)
+        for m in module.modules()
+        for name, p in m._parameters.items()
+        if id(p) in replacement
+    ]
     for m, name, p in places:
         m._parameters[name] = replacement[id(p)]  # type: ignore[assignment]
     try:
@@ -51,7 +56,10 @@ def run_under_vmap(
     names, tensors = list(copies), list(copies.values())
     leaves, spec = tree_flatten((args, kwargs))
     whole_mask = _position_of_unbatched_mask(module, args, kwargs)
-    batched = [isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == batch and x is not whole_mask for x in leaves]
+    batched = [
+        isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == batch and x is not whole_mask
+        for x in leaves
+    ]
     inputs = [x for x, is_batched in zip(leaves, batched, strict=True) if is_batched]
 
     layout: list[Any] = []  # of the module's output, which may hold more than tensors
@@ -59,9 +67,15 @@ def run_under_vmap(
     def one(parameters: list[Tensor], sample: list[Tensor]) -> list[Tensor]:
         own = iter(sample)
         call_args, call_kwargs = tree_unflatten(
-            [next(own).unsqueeze(0) if is_batched else x for x, is_batched in zip(leaves, batched, strict=True)], spec
+            [
+                next(own).unsqueeze(0) if is_batched else x
+                for x, is_batched in zip(leaves, batched, strict=True)
+            ],
+            spec,
         )
-        replacement = {id(unit.parameters[name]): p for name, p in zip(names, parameters, strict=True)}
+        replacement = {
+            id(unit.parameters[name]): p for name, p in zip(names, parameters, strict=True)
+        }
         with parameters_replaced(module, replacement):
             out = original(*call_args, **call_kwargs)
         layout[:] = tree_flatten(out)
@@ -70,7 +84,9 @@ def run_under_vmap(
     try:
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no batching rule
             outputs = iter(torch.vmap(one, in_dims=(0, 0), randomness="different")(tensors, inputs))
-        return tree_unflatten([next(outputs) if isinstance(x, Tensor) else x for x in layout[0]], layout[1])
+        return tree_unflatten(
+            [next(outputs) if isinstance(x, Tensor) else x for x in layout[0]], layout[1]
+        )
     except PrivacyError:
         raise
     except Exception as problem:
@@ -81,11 +97,17 @@ def run_under_vmap(
         ) from problem
 
 
-def _position_of_unbatched_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _position_of_unbatched_mask(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """A MultiheadAttention's two-dimensional attn_mask is shared by the samples, whatever its size."""
     if not isinstance(module, nn.MultiheadAttention):
         return None
-    mask = inspect.signature(nn.MultiheadAttention.forward).bind(module, *args, **kwargs).arguments.get("attn_mask")
+    mask = (
+        inspect.signature(nn.MultiheadAttention.forward)
+        .bind(module, *args, **kwargs)
+        .arguments.get("attn_mask")
+    )
     if isinstance(mask, Tensor) and mask.dim() == 3:
         raise PrivacyError(
             "MultiheadAttention with a three-dimensional attn_mask is not supported: pass one mask for "
