@@ -53,7 +53,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.workloads import WORKLOADS, Record, Workload, loss
 from dpkfc import KFC, Identity, make_private
-from dpkfc.geometry.identity import Geometry
+from dpkfc.geometry.base import Geometry
 
 CLIP = NOISE_MULTIPLIER = 1.0
 LEARNING_RATE, MOMENTUM = 0.01, 0.9

@@ -36,7 +36,7 @@ from dpkfc.app.models import digits_cnn
 from dpkfc.app.reports.experiment_report import publish
 from dpkfc.app.reports.text import markdown_table
 from dpkfc.app.workflow.demo import MOMENTUM, kfc
-from dpkfc.geometry.identity import Geometry
+from dpkfc.geometry.base import Geometry
 from experiments.on_digits import HELD_OUT, Result, results_file, run_all
 from experiments.on_digits import train as train_on_digits
 from experiments.options import ReproduceOptions

@@ -26,7 +26,7 @@ from dpkfc.app.reports.text import markdown_table
 from dpkfc.diagnostics.passes import Examples, watched
 from dpkfc.diagnostics.step import Step, step_of
 from dpkfc.errors import PrivacyError
-from dpkfc.geometry.identity import Geometry
+from dpkfc.geometry.base import Geometry
 from dpkfc.planning.plan import Plan
 from experiments.figures import (
     Claim,

@@ -24,7 +24,7 @@ from dpkfc.app.readers.cifar import cifar10
 from dpkfc.app.readers.idx import CLASSES, SIDE, idx_images
 from dpkfc.app.readers.records import on_device
 from dpkfc.errors import PrivacyError
-from dpkfc.geometry.identity import Geometry
+from dpkfc.geometry.base import Geometry
 from dpkfc.planning.plan import Plan
 from dpkfc.probes.probe import Probe
 from experiments.figures import OnStep

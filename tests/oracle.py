@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_map
 
 import dpkfc
 from dpkfc.per_sample.capture import GradientCapture
-from dpkfc.per_sample.registry import partition
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -61,13 +60,14 @@ def captured_norms(
     model: nn.Module, loss: Loss, batch: Any, rows: int, vmap_modules: tuple[str, ...] = ()
 ) -> Tensor:
     """Per-sample norms as the engine computes them, from one mean loss over the batch."""
-    capture = GradientCapture(model, partition(model, vmap_modules))
+    capture = GradientCapture(model, vmap_modules)
     try:
-        loss(model, batch).backward()
-        captured = capture.drain()
+        with capture.accumulating() as grads:
+            loss(model, batch).backward()
+        captured = grads.take()
     finally:
         capture.remove()
-    assert captured.batch == rows and captured.squared_norms is not None
+    assert captured.batch_size == rows and captured.squared_norms is not None
     return captured.squared_norms.detach().sqrt() * rows
 
 

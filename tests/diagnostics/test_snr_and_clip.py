@@ -17,7 +17,6 @@ from torch.func import functional_call, grad, vmap
 import dpkfc
 from dpkfc.diagnostics import clip_effect, layer_snr
 from dpkfc.per_sample.capture import GradientCapture
-from dpkfc.per_sample.registry import partition
 
 LAYERS = {"0": ("0.weight", "0.bias"), "2": ("2.weight", "2.bias"), "4": ("4.weight", "4.bias")}
 
@@ -57,7 +56,7 @@ def by_hand(name: str, x: Tensor, y: Tensor) -> list[dict[str, Tensor]]:
     grads = gradients(model, x, y)
     if name == "DP-SGD":
         return grads
-    built, capture = geometry(), GradientCapture(model, partition(model))
+    built, capture = geometry(), GradientCapture(model)
     built.prepare(model, capture)
     built.refresh(model, capture, 0)
     capture.remove()
@@ -262,5 +261,5 @@ def test_refused(changed: dict[str, Any], message: str) -> None:
         "geometry": dpkfc.Identity(),
     }
     given |= changed
-    with pytest.raises(dpkfc.PrivacyError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         layer_snr(given.pop("model"), given.pop("source"), **given)

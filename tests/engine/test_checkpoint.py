@@ -145,7 +145,7 @@ def test_steps_lost_after_the_checkpoint_stay_charged_and_their_noise_is_not_rep
     assert resumed[0].charged == STEPS and resumed[0].steps == STEPS - 3, (
         "the budget of the plan is never exceeded"
     )
-    assert open_ledger().charged(resumed[0]._run) == STEPS
+    assert open_ledger().charged(resumed[0].run_id) == STEPS
     # the same checkpoint once more: nothing is left
     again = make("sgd", ledger=open_ledger())
     again[0].load(tmp_path / "run", scheduler=again[3])

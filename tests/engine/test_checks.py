@@ -62,7 +62,8 @@ def first_batch(private: dpkfc.PrivateRun, model: nn.Module) -> None:
     ],
 )
 def test_modules_that_cannot_be_private_are_named(build: Any, message: str) -> None:
-    with pytest.raises(dpkfc.PrivacyError, match=message):
+    error = ValueError if message == "no trainable parameter" else dpkfc.PrivacyError
+    with pytest.raises(error, match=message):
         make(build(), torch.randn(8, 4))
 
 
@@ -240,7 +241,7 @@ def test_iterable_data_is_refused() -> None:
             yield torch.zeros(3)
 
     model = nn.Linear(3, 2)
-    with pytest.raises(dpkfc.PrivacyError, match="map-style"):
+    with pytest.raises(TypeError, match="map-style"):
         dpkfc.make_private(
             model,
             torch.optim.SGD(model.parameters(), 0.1),
@@ -281,9 +282,9 @@ def test_arguments_of_the_wrong_kind_are_named() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 1, "batch_size": 4}
     settings["loss"] = dpkfc.losses.cross_entropy
-    with pytest.raises(dpkfc.PrivacyError, match="model must be"):
+    with pytest.raises(TypeError, match="model must be"):
         dpkfc.make_private("bert", optimizer, data, **settings)
-    with pytest.raises(dpkfc.PrivacyError, match="optimizer must be"):
+    with pytest.raises(TypeError, match="optimizer must be"):
         dpkfc.make_private(model, "adam", data, **settings)
-    with pytest.raises(dpkfc.PrivacyError, match="ledger must be"):
+    with pytest.raises(TypeError, match="ledger must be"):
         dpkfc.make_private(model, optimizer, data, **settings, ledger="privacy.db")

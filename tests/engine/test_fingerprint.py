@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from dpkfc.engine.fingerprint import EXACT, SAME, Fingerprint, difference
 from dpkfc.engine.loss_comparison import random_weights
-from dpkfc.per_sample.capture import CapturedGrads, GradientCapture
-from dpkfc.per_sample.registry import partition
+from dpkfc.per_sample.accumulate import CapturedGrads
+from dpkfc.per_sample.capture import GradientCapture
 
 ROWS = 7
 
@@ -25,13 +25,14 @@ def gradients(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
     x, y = torch.randn(ROWS, 4).to(dtype), torch.arange(ROWS) % 3
-    capture = GradientCapture(model, partition(model))
-    losses = F.cross_entropy(model(x).float(), y, reduction="none")
-    (losses * weights).mean().backward()
-    found = capture.drain()
+    capture = GradientCapture(model)
+    with capture.accumulating() as grads:
+        losses = F.cross_entropy(model(x).float(), y, reduction="none")
+        (losses * weights).mean().backward()
+    found = grads.take()
     capture.remove()
     names = {p: name for name, p in model.named_parameters()}
-    found.forms = {tuple(names[p] for p in slot): form for slot, form in found.forms.items()}  # type: ignore[misc]
+    found.grads = {tuple(names[p] for p in key): grad for key, grad in found.grads.items()}  # type: ignore[misc]
     return found
 
 
@@ -66,7 +67,7 @@ def test_the_ratio_and_the_place_are_told() -> None:
         Fingerprint.of(gradients(torch.full((ROWS,), scale)), signs) for scale in (0.5, 1.0)
     )
     found = difference(one, other, EXACT)
-    assert found is not None and found.ratio == pytest.approx(0.5) and found.slot in one.sums
+    assert found is not None and found.norm_ratio == pytest.approx(0.5) and found.key in one.sums
     assert (
         difference(
             Fingerprint.of(gradients(torch.full((ROWS,), 0.5)), signs, scale=2.0), other, EXACT

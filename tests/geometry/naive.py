@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dpkfc.geometry.diagonal import DiagonalMap
-from dpkfc.geometry.factors import Full, Root
+from dpkfc.geometry.factors import FullRoot, Root
 from dpkfc.geometry.kfc import KFC
 from dpkfc.geometry.kronecker import KroneckerMap
 from dpkfc.probes.probe import Probes
@@ -35,7 +35,7 @@ def written_out(root: Root | None, groups: int, size: int) -> Tensor:
     """The matrices U of a root: [groups, size, size]."""
     if root is None:
         return torch.eye(size, dtype=torch.float64).repeat(groups, 1, 1)
-    if isinstance(root, Full):
+    if isinstance(root, FullRoot):
         return root.matrix.double()
     vectors = root.vectors.double()
     return (
@@ -71,8 +71,8 @@ def _kronecker(rule: KroneckerMap, grads: list[Tensor]) -> list[Tensor]:
     matrix = weight.T if rule.transposed else weight.reshape(weight.shape[0], -1)
     if bias:
         matrix = torch.cat([matrix, bias[0][:, None]], 1)
-    right = written_out(rule.right_root, rule.groups, matrix.shape[1])
-    left = written_out(rule.left_root, rule.groups, rule.outputs)
+    right = written_out(rule.a_root, rule.groups, matrix.shape[1])
+    left = written_out(rule.g_root, rule.groups, rule.outputs)
     blocks = [left[k] @ block @ right[k] for k, block in enumerate(matrix.chunk(rule.groups, 0))]
     matrix = torch.cat(blocks, 0)
     bias = [matrix[:, -1]] if bias else []

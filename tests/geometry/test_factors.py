@@ -11,9 +11,8 @@ from naive import Fixed, written_out
 from torch import Tensor, nn
 
 import dpkfc
-from dpkfc.geometry.factors import Full, LowRank, Moment
+from dpkfc.geometry.factors import FullRoot, LowRankRoot, Moment
 from dpkfc.per_sample.capture import GradientCapture
-from dpkfc.per_sample.registry import partition
 from dpkfc.probes.probe import Probes
 
 
@@ -70,7 +69,7 @@ def test_a_cut_root_keeps_the_largest_directions_and_averages_the_rest(
         .spectrum(count, rank, torch.Generator())
         .root(1.0, damping, stability, rows, bias=False)
     )
-    assert isinstance(root, LowRank) and root.rank == rank
+    assert isinstance(root, LowRankRoot) and root.rank == rank
     matrix = (rows.double().T @ rows.double() / count).numpy()
     values, vectors = np.linalg.eigh(matrix)
     values, vectors = values[::-1], vectors[:, ::-1]
@@ -112,10 +111,12 @@ def test_roots_map_rows_and_columns_as_their_matrix_does(groups: int, bias: bool
     square = torch.randn(groups, size, size)
     square = square @ square.transpose(1, 2) + 0.1 * torch.eye(size)
     sizes = torch.linalg.eigvalsh(square)
-    roots: list[Full | LowRank] = [Full(square, bias, float(sizes.max()), float(sizes.min()))]
+    roots: list[FullRoot | LowRankRoot] = [
+        FullRoot(square, bias, float(sizes.max()), float(sizes.min()))
+    ]
     if groups == 1:
         roots.append(
-            LowRank(
+            LowRankRoot(
                 1.7, torch.linalg.qr(torch.randn(size, 3)).Q, torch.tensor([2.0, -1.0, -1.5]), bias
             )
         )
@@ -196,7 +197,7 @@ def test_factors_equal_curvlinops(network: str, approx: str) -> None:
     )
     oracle.compute_kronecker_factors()
     geometry = dpkfc.KFC(Fixed(x, y), factors="AG", approx=approx, rank=None, chunk=5)
-    capture = GradientCapture(model, partition(model))
+    capture = GradientCapture(model)
     geometry.refresh(model, capture, 0)
     capture.remove()
     layers = [names for names in geometry._spectra]
@@ -243,13 +244,13 @@ def test_whitened_probe_gradients_have_covariance_close_to_the_identity() -> Non
         loss=independent_delta,
         chunk=many,
     )
-    capture = GradientCapture(model, partition(model))
+    capture = GradientCapture(model)
     geometry.refresh(model, capture, 0)
     capture.remove()
     ((names, rule),) = geometry._maps.items()
     u_a, u_g = (
-        written_out(rule.right_root, 1, inputs + 1)[0],
-        written_out(rule.left_root, 1, outputs)[0],
+        written_out(rule.a_root, 1, inputs + 1)[0],
+        written_out(rule.g_root, 1, outputs)[0],
     )
     for spectrum, u in zip(geometry._spectra[names], (u_a, u_g), strict=True):
         factor = (spectrum.vectors[0] * spectrum.values[0]) @ spectrum.vectors[0].T

@@ -987,7 +987,7 @@ def test_no_bit_pattern_proves_that_a_record_was_there(monkeypatch: pytest.Monke
         return shares
 
     assert told(grid=True) == [0.0, 0.0], "every released value can be reached by noise alone"
-    monkeypatch.setattr(dpkfc.engine.run, "round_to_grid_", lambda tensors, grid: None)
+    monkeypatch.setattr(dpkfc.engine.step, "round_to_grid_", lambda tensors, grid: None)
     with_record, without = told(grid=False)
     assert without == 0 and with_record > 0.9, "the control: the attack succeeds without the grid"
 
@@ -1127,14 +1127,14 @@ def test_a_checkpoint_is_validated_before_anything_changes(
     document["state"]["dict"] = [[name, part] for name, part in parts.items()]
     (tmp_path / "run" / "state.json").write_text(json.dumps(document))
     fresh = begin(network(), records())
-    before = [p.detach().clone() for p in fresh.model.parameters()], fresh._key, fresh._run
+    before = [p.detach().clone() for p in fresh.model.parameters()], fresh._key, fresh.run_id
     for load in (lambda: fresh.load(tmp_path / "run"), lambda: fresh.load_state_dict(state)):
         with pytest.raises(dpkfc.PrivacyError):
             load()
         assert all(
             torch.equal(p, b) for p, b in zip(fresh.model.parameters(), before[0], strict=True)
         )
-        assert (fresh._key, fresh._run, fresh.charged) == (*before[1:], 0)
+        assert (fresh._key, fresh.run_id, fresh.charged) == (*before[1:], 0)
     assert train(fresh).steps == 4
 
 

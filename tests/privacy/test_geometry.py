@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import dpkfc
 from dpkfc.clipping import MARGIN
-from dpkfc.geometry.identity import Geometry
+from dpkfc.geometry.base import Geometry
 
 NOISE = dpkfc.probes.PinkNoise((1, 4, 4), classes=3)
 GEOMETRIES = {

@@ -617,7 +617,7 @@ class TestCopies:
         loss.backward()
         assert loss != F.cross_entropy(model(x), y), "the copy must use its own weights"
         assert all(p.grad is not None for p in twin.parameters())
-        assert not private._capture._forms
+        assert not private._captured._grads
         with torch.no_grad():
             for p, value in zip(model.parameters(), before, strict=True):
                 p.copy_(value)

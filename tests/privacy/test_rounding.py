@@ -16,11 +16,13 @@ from torch.utils.data import TensorDataset
 import dpkfc
 from dpkfc.clipping import clip_weights
 from dpkfc.geometry.diagonal import DiagonalMap
-from dpkfc.geometry.factors import Full
-from dpkfc.geometry.identity import IDENTITY_MAP
+from dpkfc.geometry.factors import FullRoot
 from dpkfc.geometry.kronecker import KroneckerMap
-from dpkfc.per_sample.layers.embedding import RowSparseGrad
-from dpkfc.per_sample.record import OuterProductGrad, join, squared_size
+from dpkfc.per_sample.base import IDENTITY_MAP
+from dpkfc.per_sample.combine import combine
+from dpkfc.per_sample.outer import OuterProductGrad
+from dpkfc.per_sample.rounding import squared_norm
+from dpkfc.per_sample.rows import RowSparseGrad
 
 ULP = 2.0**-23
 CLIP = 1.0
@@ -150,7 +152,7 @@ def test_a_head_that_undoes_its_embedding_does_not_drown_many_others(others: int
         values = torch.zeros(count, 1, 8)
         if extra:
             head.right[0], values[0] = extra, -extra
-        tied = join([head, RowSparseGrad.merged(ids[:1].expand(count, 1), values, 4)])
+        tied = combine([head, RowSparseGrad.merged(ids[:1].expand(count, 1), values, 4)])
         weights, _ = clip_weights(tied.squared_norms(IDENTITY_MAP), CLIP)
         return tied.weighted_sum(weights)[0].double()
 
@@ -182,9 +184,9 @@ def test_a_record_along_what_the_map_shrinks_does_not_round_what_others_add() ->
         return released_sum, geometry.map_of(("layer.weight",))  # type: ignore[return-value]
 
     _, found = total(torch.zeros(2, 16, 8), torch.zeros(2, 16))
-    assert isinstance(found.left_root, Full) and isinstance(found.right_root, Full)
-    of_left, left = torch.linalg.eigh(found.left_root.matrix[0].double())
-    of_right = torch.linalg.eigvalsh(found.right_root.matrix[0].double())
+    assert isinstance(found.g_root, FullRoot) and isinstance(found.a_root, FullRoot)
+    of_left, left = torch.linalg.eigh(found.g_root.matrix[0].double())
+    of_right = torch.linalg.eigvalsh(found.a_root.matrix[0].double())
     bright, striped = torch.full((16,), 0.25), torch.tensor([0.25, -0.25] * 8)
     x = (bright / float(of_right[0]) * 3).view(1, 16, 1).expand(1, 16, 8)
     y = (left[:, 0].float() / float(of_left[0])).unsqueeze(0)
@@ -227,7 +229,7 @@ def test_a_factor_whose_square_is_no_number_hides_nothing(
 def test_equal_entries_are_not_measured_too_short(entries: int, value: float) -> None:
     grads = torch.full((2, entries), value)
     want = float(grads[0].double().norm())
-    assert squared_size(grads).double().sqrt().tolist() == pytest.approx([want, want], rel=1e-5)
+    assert squared_norm(grads).double().sqrt().tolist() == pytest.approx([want, want], rel=1e-5)
 
 
 def test_a_map_that_enlarges_much_does_not_hide_what_it_enlarges() -> None:

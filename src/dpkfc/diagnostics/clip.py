@@ -19,7 +19,7 @@ from dpkfc.diagnostics.passes import AnyLoss, Examples, Reduction, watched
 from dpkfc.diagnostics.result import Result, privacy_of, table_of
 from dpkfc.diagnostics.step import Clip, Step, beside_dp_sgd, step_of
 from dpkfc.errors import PrivacyError
-from dpkfc.geometry.identity import Geometry
+from dpkfc.geometry.base import Geometry
 
 SHOWN = (0, 5, 25, 50, 75, 95, 100)  # percentiles in the table
 

@@ -62,7 +62,7 @@ def factors_of(
     with watched(model, vmap_modules) as (copied, capture):
         geometry.prepare(copied, capture)
         geometry.refresh(copied, capture, 0)
-        parameters, layers = dict(copied.named_parameters()), layers_of(capture.units)
+        parameters, layers = dict(copied.named_parameters()), layers_of(capture.hooked_modules)
     found = {
         layers[parameters[names[0]]]: (a, g)
         for names, (a, g) in geometry.spectra.items()

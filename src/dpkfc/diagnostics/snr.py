@@ -19,7 +19,7 @@ from torch import nn
 from dpkfc.diagnostics.passes import AnyLoss, Examples, Reduction, watched
 from dpkfc.diagnostics.result import Result, privacy_of, table_of
 from dpkfc.diagnostics.step import Clip, beside_dp_sgd, step_of
-from dpkfc.geometry.identity import Geometry
+from dpkfc.geometry.base import Geometry
 from dpkfc.probes.arguments import real, whole
 
 

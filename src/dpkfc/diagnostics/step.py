@@ -1,7 +1,6 @@
-"""One private step before its noise, seen from inside: per-sample norms, clip weights, and sums by layer.
+"""One private step before its noise: per-sample norms, clip factors, and sums, by layer.
 
-The same functions measure and add up here as in training: ``‖U g_i‖`` from the captured forms, `clip_weights`, and
-``Σ w_i U g_i = U Σ w_i g_i``.
+The functions of `engine.step` clip and add up here as in training.
 """
 
 from __future__ import annotations
@@ -14,13 +13,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dpkfc.clipping import AutomaticClipping, clip_weights
+from dpkfc.clipping import AutomaticClipping
 from dpkfc.diagnostics.passes import Examples, layers_of
-from dpkfc.errors import PrivacyError
-from dpkfc.geometry.identity import Geometry, Identity, LinearMap
-from dpkfc.geometry.probing import gradients
-from dpkfc.per_sample.capture import GradientCapture, ParamKey
-from dpkfc.per_sample.record import PerSampleGrad, full_precision
+from dpkfc.engine.step import clip_and_sum, preconditioned_sum
+from dpkfc.geometry.base import Geometry
+from dpkfc.geometry.identity import Identity
+from dpkfc.per_sample.accumulate import CapturedGrads, GradAccumulator
+from dpkfc.per_sample.base import LinearMap, ParamKey, PreconditionerOf
+from dpkfc.per_sample.capture import GradientCapture
+from dpkfc.per_sample.rounding import full_precision
 from dpkfc.planning.plan import read_clip
 
 Clip = float | AutomaticClipping | Literal["median"]
@@ -28,14 +29,14 @@ Clip = float | AutomaticClipping | Literal["median"]
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What a step makes of n examples, in the metric of its geometry; everything by layer."""
+    """What a step computes from n examples in the preconditioned space, by layer."""
 
-    clip: float  # C
+    clip: float  # R
     norms: Tensor  # [n], ‖U g_i‖
-    weights: Tensor  # [n], 0 of an example that is not finite
+    weights: Tensor  # [n], c_i; 0 for an example that is not finite
     squares: dict[str, Tensor]  # [n], ‖U_l g_il‖²
-    plain: dict[str, Tensor]  # Σ U_l g_il / n over the finite ones
-    clipped: dict[str, Tensor]  # Σ w_i U_l g_il / n
+    plain: dict[str, Tensor]  # Σ U_l g_il / n over the finite examples
+    clipped: dict[str, Tensor]  # Σ c_i U_l g_il / n
 
     @property
     def finite(self) -> Tensor:
@@ -44,104 +45,123 @@ class Step:
 
 def beside_dp_sgd(geometry: Geometry | Mapping[str, Geometry]) -> dict[str, Geometry]:
     """Geometries by name, with that of DP-SGD in front."""
-    given = (
-        geometry
-        if isinstance(geometry, Mapping)
-        else {str(getattr(geometry, "name", "")).split(" (")[0]: geometry}
-    )
-    for name, one in given.items():
-        if not hasattr(one, "map_of"):
-            raise PrivacyError(
-                f"geometry {name!r} is {type(one).__name__}: give a geometry such as dpkfc.KFC(...), or a dict of them"
+    if isinstance(geometry, Mapping):
+        named = dict(geometry)
+    else:
+        named = {str(getattr(geometry, "name", "")).split(" (")[0]: geometry}
+    for name, given in named.items():
+        if not hasattr(given, "map_of"):
+            raise TypeError(
+                f"geometry {name!r} is {type(given).__name__}: give a geometry such as "
+                "dpkfc.KFC(...), or a dict of them"
             )
-    return {"DP-SGD": Identity()} | {
-        n: one for n, one in given.items() if not isinstance(one, Identity)
-    }
+    others = {name: given for name, given in named.items() if not isinstance(given, Identity)}
+    return {"DP-SGD": Identity()} | others
 
 
 def step_of(
-    model: nn.Module, capture: GradientCapture, examples: Examples, geometry: Geometry, clip: Clip
+    model: nn.Module,
+    capture: GradientCapture,
+    examples: Examples,
+    geometry: Geometry,
+    clip: Clip,
 ) -> Step:
-    """Clip and add up the examples under maps that are built at the model's weights; `geometry` is not changed.
+    """Clip and add up the examples, with maps built at the model's weights.
 
-    With clip="median", C is the median of ``‖U g_i‖``: the same rule for every geometry, whatever its scale.
+    `geometry` is not changed. With clip="median", R is the median of ``‖U g_i‖``: the same rule for
+    every geometry, whatever its scale.
     """
-    geometry = copy.copy(
-        geometry
-    )  # a refresh replaces what a geometry holds, and writes into none of it
+    # a refresh replaces what a geometry holds, and modifies none of it
+    geometry = copy.copy(geometry)
     geometry.prepare(model, capture)
     geometry.refresh(model, capture, 0)
-    norm, gamma = (
-        (_median(model, capture, examples, geometry), None) if clip == "median" else read_clip(clip)
-    )
-    layers = {p: layer for p, layer in layers_of(capture.units).items() if p.requires_grad}
-    plain, clipped = ({p: torch.zeros_like(p).flatten() for p in layers} for _ in range(2))
+    name_of = {p: name for name, p in model.named_parameters()}
+
+    def preconditioner_of(key: ParamKey) -> LinearMap:
+        return geometry.map_of(tuple(name_of[p] for p in key))
+
+    if clip == "median":
+        norm, gamma = _median_norm(model, capture, examples, preconditioner_of), None
+    else:
+        norm, gamma = read_clip(clip)
+    all_layers = layers_of(capture.hooked_modules)
+    layers = {p: layer for p, layer in all_layers.items() if p.requires_grad}
+    plain = {p: torch.zeros_like(p).flatten() for p in layers}
+    clipped = {p: torch.zeros_like(p).flatten() for p in layers}
     squares: dict[str, list[Tensor]] = {layer: [] for layer in layers.values()}
-    norms, weights = [], []
-    for forms, maps, squared, scale in _measured(model, capture, examples, geometry):
-        total = torch.stack(list(squared.values())).sum(0)
-        weight, finite = clip_weights(total, norm, gamma)
-        for slot, form in forms.items():
-            form = form.masked(finite)
-            for into, factor in ((plain, finite.to(weight)), (clipped, weight)):
-                for p, part in zip(
-                    slot, maps[slot].apply(form.weighted_sum(factor * scale)), strict=True
-                ):
-                    into[p] = into[p] + part.flatten()
-        by_layer = {layer: torch.zeros_like(total) for layer in squares}
-        for slot, part in squared.items():
-            by_layer[layers[slot[0]]] += part
+    norms, factors = [], []
+    for captured, scale in _captured(model, capture, examples, preconditioner_of):
+        assert captured.squared_norms is not None
+        squared = captured.squared_norms * scale**2
+        by_layer = {layer: torch.zeros_like(squared) for layer in squares}
+        for key, part in captured.norms_by_key.items():
+            by_layer[layers[key[0]]] += part * scale**2
         for layer, part in by_layer.items():
             squares[layer].append(part)
-        norms.append(total.sqrt())
-        weights.append(weight)
+        finite = torch.isfinite(squared)
+        for key, grad in captured.grads.items():
+            weights = finite.to(squared) * scale
+            sums = preconditioned_sum(grad.masked(finite), weights, preconditioner_of(key))
+            for p, total in zip(key, sums, strict=True):
+                plain[p] = plain[p] + total.flatten()
+        batch = clip_and_sum(
+            captured,
+            preconditioner_of,
+            clip=norm,
+            gamma=gamma,
+            grad_scale=scale,
+            expected_batch_size=1,
+        )
+        assert batch is not None
+        for key, sums in batch.sums.items():
+            for p, total in zip(key, sums, strict=True):
+                clipped[p] = clipped[p] + total.flatten()
+        norms.append(squared.sqrt())
+        factors.append(batch.clip_factors)
     count = sum(map(len, norms))
     return Step(
         norm,
         torch.cat(norms),
-        torch.cat(weights),
+        torch.cat(factors),
         {layer: torch.cat(parts) for layer, parts in squares.items()},
         _by_layer(plain, layers, count),
         _by_layer(clipped, layers, count),
     )
 
 
-Measured = tuple[
-    dict[ParamKey, PerSampleGrad], dict[ParamKey, LinearMap], dict[ParamKey, Tensor], float
-]
-
-
-def _measured(
-    model: nn.Module, capture: GradientCapture, examples: Examples, geometry: Geometry
-) -> Iterator[Measured]:
-    """Pass by pass: the gradients, their maps, ``‖U g_i‖²`` of each slot, and the scale of a gradient."""
-    names = {p: name for name, p in model.named_parameters()}
+def _captured(
+    model: nn.Module,
+    capture: GradientCapture,
+    examples: Examples,
+    preconditioner_of: PreconditionerOf,
+) -> Iterator[tuple[CapturedGrads, float]]:
+    """Pass by pass: the gradients with their norms, and the scale of a gradient."""
+    accumulator = GradAccumulator(preconditioner_of)
     for calls, scale in examples.passes(model, capture):
-        with full_precision(calls[0].delta.device):
-            forms = gradients(calls)
-            maps = {slot: geometry.map_of(tuple(names[p] for p in slot)) for slot in forms}
-            yield (
-                forms,
-                maps,
-                {slot: f.squared_norms(maps[slot]) * scale**2 for slot, f in forms.items()},
-                scale,
-            )
-        capture.recycle()
+        with full_precision(calls[0].backprops.device):
+            for call in calls:
+                accumulator.receive(call)
+            yield accumulator.take(), scale
+        capture.release_workspaces()
 
 
-def _median(
-    model: nn.Module, capture: GradientCapture, examples: Examples, geometry: Geometry
+def _median_norm(
+    model: nn.Module,
+    capture: GradientCapture,
+    examples: Examples,
+    preconditioner_of: PreconditionerOf,
 ) -> float:
-    found = _measured(model, capture, examples, geometry)
-    norms = torch.cat(
-        [torch.stack(list(squared.values())).sum(0) for _, _, squared, _ in found]
-    ).sqrt()
-    median = (
-        float(norms[torch.isfinite(norms)].median()) if bool(torch.isfinite(norms).any()) else 0.0
-    )
+    squared = [
+        captured.squared_norms * scale**2
+        for captured, scale in _captured(model, capture, examples, preconditioner_of)
+        if captured.squared_norms is not None
+    ]
+    norms = torch.cat(squared).sqrt()
+    finite = norms[torch.isfinite(norms)]
+    median = float(finite.median()) if len(finite) else 0.0
     if median <= 0:
-        raise PrivacyError(
-            'clip="median": the median of the gradient norms is zero or none is finite. Give a number'
+        raise ValueError(
+            'clip="median": the median of the gradient norms is zero, or none is finite. Give a number'
         )
     return median
 
@@ -152,4 +172,4 @@ def _by_layer(
     parts: dict[str, list[Tensor]] = {}
     for p, layer in layers.items():
         parts.setdefault(layer, []).append(sums[p] / count)
-    return {layer: torch.cat(found) for layer, found in parts.items()}
+    return {layer: torch.cat(tensors) for layer, tensors in parts.items()}

@@ -1,7 +1,7 @@
-"""Are the per-sample gradients of two passes the same?
+"""Compare the per-sample gradients of two passes.
 
-Both passes are captured as usual. Two things are compared: the norm of each record's gradient, and one weighted sum of
-all gradients. With random weights, differences of several records do not cancel in the sum but by chance.
+Two things are compared: the norm of each record's gradient, and one weighted sum of all gradients. With
+random weights, differences of several records cancel in the sum only by chance.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpkfc.per_sample.capture import CapturedGrads, ParamKey
-from dpkfc.per_sample.record import full_precision
+from dpkfc.per_sample.accumulate import CapturedGrads
+from dpkfc.per_sample.base import ParamKey
+from dpkfc.per_sample.rounding import full_precision
 
-SMALL = 1e-2  # norms below this fraction of the largest are compared on the scale of that fraction
+# norms below this fraction of the largest norm are compared on the scale of that fraction
+SMALL = 1e-2
 
 
 @dataclass
 class Fingerprint:
-    """Norms and a weighted sum of per-sample gradients, for comparison."""
+    """Norms and a weighted sum of per-sample gradients."""
 
-    norms: Tensor  # [batch], of every record
+    norms: Tensor  # [batch]
     weights: Tensor  # [batch]
     sums: dict[ParamKey, list[Tensor]]  # Σ_i weight_i g_i
     eps: float  # of the coarsest dtype that the gradients were computed in
@@ -34,10 +36,11 @@ class Fingerprint:
         with full_precision(squared.device):
             weights = weights.to(squared.device, squared.dtype)
             finite = torch.isfinite(squared)
+            all_finite = bool(finite.all())
             sums = {}
-            for slot, form in captured.forms.items():
-                kept = form if bool(finite.all()) else form.masked(finite)
-                sums[slot] = kept.weighted_sum(weights * finite * scale)
+            for key, grad in captured.grads.items():
+                kept = grad if all_finite else grad.masked(finite)
+                sums[key] = kept.weighted_sum(weights * finite * scale)
             return Fingerprint(squared.clamp(min=0).sqrt() * scale, weights, sums, captured.eps)
 
 
@@ -45,9 +48,9 @@ class Fingerprint:
 class Difference:
     """How the gradients of one pass differ from those of another."""
 
-    ratio: float  # of the norms, the median over the records
-    share: float  # of the gradient, that differs
-    slot: ParamKey | None  # where most of it is
+    norm_ratio: float  # median over the records
+    share: float  # of the gradient that differs
+    key: ParamKey | None  # the parameters that differ most
 
 
 @dataclass(frozen=True)
@@ -61,14 +64,14 @@ class Tolerance:
         return max(self.least, self.roundings * eps)
 
 
-EXACT = Tolerance(1e-4, roundings=0.5)  # the same computation, value by value: 0.4 % in bfloat16
-SAME = Tolerance(
-    1e-3, roundings=16
-)  # kernels, or the extent of autocast, may differ: 12 % in bfloat16
+# the same computation, value by value: 0.4 % in bfloat16
+EXACT = Tolerance(1e-4, roundings=0.5)
+# kernels, or the extent of autocast, may differ: 12 % in bfloat16
+SAME = Tolerance(1e-3, roundings=16)
 
 
 def difference(one: Fingerprint, other: Fingerprint, tolerance: Tolerance) -> Difference | None:
-    """How the gradients of the records with a non-zero weight differ, or None if they agree."""
+    """How the gradients of the records with a nonzero weight differ; None if they agree."""
     limit = tolerance.limit(max(one.eps, other.eps))
     rows = one.weights != 0
     norms, others = one.norms[rows], other.norms[rows]
@@ -77,25 +80,20 @@ def difference(one: Fingerprint, other: Fingerprint, tolerance: Tolerance) -> Di
     norms, others = norms[finite], others[finite]
     larger = torch.maximum(norms, others)
     size = float((larger * one.weights[rows][finite].abs()).norm())
-    apart = {
-        slot: _distance(one.sums.get(slot), other.sums.get(slot))
-        for slot in {**one.sums, **other.sums}
+    distances = {
+        key: _distance(one.sums.get(key), other.sums.get(key)) for key in {**one.sums, **other.sums}
     }
-    worst = max(apart, key=lambda slot: apart[slot], default=None)
-    total = sum(distance**2 for distance in apart.values()) ** 0.5
+    worst = max(distances, key=lambda key: distances[key], default=None)
+    total = sum(distance**2 for distance in distances.values()) ** 0.5
     same = same_rows and total <= limit * size
     if same and len(norms):
-        same = bool(
-            ((norms - others).abs() <= limit * larger.clamp(min=SMALL * float(larger.max()))).all()
-        )
+        allowed = limit * larger.clamp(min=SMALL * float(larger.max()))
+        same = bool(((norms - others).abs() <= allowed).all())
     if same:
         return None
     ratios = (norms / others)[others > 0]
-    return Difference(
-        float(ratios.median()) if len(ratios) else float("nan"),
-        total / size if size else 1.0,
-        worst,
-    )
+    median_ratio = float(ratios.median()) if len(ratios) else float("nan")
+    return Difference(median_ratio, total / size if size else 1.0, worst)
 
 
 def _distance(one: list[Tensor] | None, other: list[Tensor] | None) -> float:

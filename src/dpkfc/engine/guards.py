@@ -1,84 +1,222 @@
-"""Rules about what a loop may do with a private run: one function per rule. Each raises or returns nothing."""
+"""Rules about what a loop may do with a private run, one function per rule.
+
+Each function returns nothing if the rule is kept. Otherwise it raises an error that says what would
+break the guarantee and what to do.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container
+import os
+from collections.abc import Container, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from dpkfc.errors import PrivacyError
 
-SAMPLED = (
-    256  # entries per parameter, at least, that are hashed: the noise of a step changes every one
-)
+if TYPE_CHECKING:
+    from dpkfc.engine.loader import Chunk
+
+SAMPLED_ENTRIES = 256  # per parameter, at least: the noise of a step changes every entry
 
 
-def one_process() -> None:
-    """Refuse several ranks: each would draw its own batches and noise, and account as if it were alone."""
+# -- processes
+
+
+def single_process() -> None:
+    """Each rank would draw its own batches and noise, and account for them as if it were alone."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         ranks = torch.distributed.get_world_size()
         if ranks > 1:
             raise PrivacyError(
-                f"a process group with {ranks} ranks is initialised: each rank would draw its own batches and noise, "
-                "and account for them as if it were alone. Train in one process"
+                f"a process group with {ranks} ranks is initialised: each rank would draw its own "
+                "batches and noise, and account for them as if it were alone. Train in one process"
             )
+
+
+def not_forked(pid: int) -> None:
+    """Parent and child would train on the same batches with the same noise."""
+    if pid != os.getpid():
+        raise PrivacyError(
+            "the process was forked while run.loader was being iterated: parent and child would "
+            "train on the same batches. Begin to iterate in the child"
+        )
+
+
+# -- the model and the optimizer
 
 
 def no_new_parameters(model: nn.Module, known: Container[nn.Parameter]) -> None:
-    """Refuse trainable parameters that are new since make_private: they would be neither clipped nor noised."""
+    """Trainable parameters that are new since make_private would be neither clipped nor noised."""
     for name, p in model.named_parameters():
         if p.requires_grad and p not in known:
             raise PrivacyError(
-                f"parameter '{name}' is trainable and was not in the model when it was made private: it would be "
-                "trained without clipping and noise. Build the whole model first, then the optimizer, then "
-                "make_private; or set requires_grad=False"
+                f"parameter '{name}' is trainable and was not in the model when it was made private: "
+                "it would be trained without clipping and noise. Build the whole model first, then "
+                "the optimizer, then call make_private; or set requires_grad=False"
             )
 
 
-Touched = WeakIdKeyDictionary  # parameters of no private model that were used on a private batch; the values are names
+def only_known_parameters(optimizer: Optimizer, known: Container[nn.Parameter]) -> None:
+    """The optimizer may step no parameter that is not clipped and noised."""
+    if any(p not in known for group in optimizer.param_groups for p in group["params"]):
+        raise PrivacyError(
+            "the optimizer was given parameters that the model did not have when it was made "
+            "private: they would be stepped without clipping and noise. Call detach(), then "
+            "make_private again with all of them"
+        )
 
 
-def note_foreign(
-    module: nn.Module, is_private: Callable[[nn.Parameter], bool], touched: Touched
-) -> None:
-    """Note the trainable parameters of the module, which is used on a private batch, that no private run knows."""
-    for name, p in module._parameters.items():
-        if p is not None and p.requires_grad and isinstance(p, nn.Parameter) and not is_private(p):
-            touched[p] = f"{type(module).__name__}.{name}"
+def not_lbfgs(optimizer: Optimizer) -> None:
+    """Evaluations of the loss beyond one per step are not accounted for."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise PrivacyError(
+            "LBFGS evaluates the loss several times per step, which is not accounted for. Use "
+            "another optimizer"
+        )
 
 
-def not_stepped(optimizer: Optimizer, touched: Touched) -> None:
-    """Refuse an optimizer outside any private run that would step parameters used on a private batch."""
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        if p.grad is not None and p in touched:
+def batch_norms_frozen(norms: Mapping[str, nn.Module]) -> None:
+    """A frozen BatchNorm must not return to training mode, in which it mixes the records."""
+    for name, module in norms.items():
+        if module.training:
             raise PrivacyError(
-                f"{type(optimizer).__name__} is about to train {touched[p]} of shape {list(p.shape)}, which was used "
-                "on a private batch and is part of no private model: its gradient is neither clipped nor noised. Put "
-                "the module into the model before make_private, or do not train it within the private loop"
+                f"'{name}' ({type(module).__name__}) is in training mode, where it mixes the records "
+                "of a batch: call .eval() on it after model.train()"
             )
 
 
-def weights_digest(parameters: dict[str, nn.Parameter]) -> str:
-    """Tells the weights after one step from those after another, from a few entries of every parameter."""
+def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """The BatchNorm modules that were accepted because they are frozen and in eval mode."""
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)
+    }
+
+
+def same_trainable(now: Iterable[str], at_start: Iterable[str], correlated: bool) -> None:
+    """Correlated noise subtracts later what it added earlier, on the same parameters."""
+    changed = set(now) ^ set(at_start)
+    if correlated and changed:
+        raise PrivacyError(
+            f"{', '.join(sorted(changed))}: frozen or unfrozen since make_private. Correlated noise "
+            "subtracts in a later step what it added in an earlier one, to the same parameters. "
+            "Choose what is trainable before make_private, or use dpkfc.noise.Independent()"
+        )
+
+
+# -- the order of batches and steps
+
+
+def attached(detached: bool) -> None:
+    """After detach() the hooks are gone and gradients are raw."""
+    if detached:
+        raise PrivacyError(
+            "this run was detached: the loop would continue with raw gradients. Call make_private "
+            "again to continue privately"
+        )
+
+
+def previous_step_taken(chunk: Chunk, charged: int) -> None:
+    """Skipping a step because of what is in the batch would leak."""
+    if chunk.step != charged:
+        raise PrivacyError(
+            "optimizer.step() was not called for the last batch. Skipping a step because of what is "
+            "in the batch would leak: call step() for every batch. For larger batches set "
+            "batch_size and max_physical_batch_size"
+        )
+
+
+def same_learning_rates(before: list[float] | None, now: list[float]) -> None:
+    """A scheduler must not step between the physical parts of one logical batch."""
+    if before is not None and before != now:
+        raise PrivacyError(
+            "a learning-rate scheduler was stepped within one logical batch, which "
+            "max_physical_batch_size has split. Write `run.after_step(scheduler.step)` before the "
+            "loop instead"
+        )
+
+
+def has_batch(chunk: Chunk | None) -> Chunk:
+    """A step needs a batch of the loader: what is sampled must be what is accounted."""
+    if chunk is None:
+        raise PrivacyError(
+            "optimizer.step() without a batch from run.loader: what is sampled must be what is "
+            "accounted. Iterate over run.loader and call step() once per batch"
+        )
+    return chunk
+
+
+def all_samples_seen(chunk: Chunk, seen: int) -> None:
+    """Every sample of the logical batch must be clipped on its own, exactly once."""
+    if seen != chunk.of:
+        raise PrivacyError(
+            f"{chunk.of} samples were drawn for this step but {seen} were seen by backward(): every "
+            "sample must be clipped on its own, exactly once. Call backward once for every forward "
+            "pass, on the batches that run.loader yields. To ignore samples, give them weight zero in "
+            "the loss"
+        )
+
+
+def steps_left(charged: int, planned: int) -> None:
+    """No step beyond the plan."""
+    if charged >= planned:
+        raise PrivacyError(f"all {planned} planned steps are used up. Make a new plan to continue")
+
+
+# -- weights
+
+
+def weights_digest(parameters: Mapping[str, nn.Parameter]) -> str:
+    """A hash that differs between the weights after different steps, from a few entries of each."""
     digest = hashlib.sha256()
     for name, p in parameters.items():
         flat: Tensor = p.detach().reshape(-1)
-        some = flat[:: max(1, len(flat) // SAMPLED)].cpu().contiguous()
-        digest.update(name.encode() + some.view(torch.uint8).numpy().tobytes())
+        entries = flat[:: max(1, len(flat) // SAMPLED_ENTRIES)].cpu().contiguous()
+        digest.update(name.encode() + entries.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def same_weights(found: str, expected: str, steps: int) -> None:
-    """Refuse weights that this run's steps did not produce: its epsilon would not count how they were trained."""
-    if found != expected:
+def same_weights(digest: str, expected: str, steps: int) -> None:
+    """The epsilon of a run counts only weights that the run's own steps produced."""
+    if digest != expected:
         raise PrivacyError(
-            f"the model's weights are not those that the privacy state belongs to ({steps} steps): something else than "
-            "the steps of this run changed them after make_private or after the run was loaded. If a framework "
-            "restored a checkpoint, restore the run with it: keep run.state_dict() beside the weights and call "
-            "run.load_state_dict(), or use run.save() and run.load(). If the weights are public, load them before "
-            "make_private"
+            f"the model's weights are not those that the privacy state belongs to ({steps} steps): "
+            "something other than the steps of this run changed them after make_private or after the "
+            "run was loaded. If a framework restored a checkpoint, restore the run with it: keep "
+            "run.state_dict() beside the weights and call run.load_state_dict(), or use run.save() "
+            "and run.load(). If the weights are public, load them before make_private"
         )
+
+
+# -- checkpoints
+
+
+def checkpoint_not_continued_elsewhere(folder: object) -> PrivacyError:
+    """The error for a checkpoint of this run that another process has continued."""
+    return PrivacyError(
+        f"the checkpoint '{folder}' that this run has just saved was continued by another process: "
+        "both would use the same noise. Iterate over run.loader again to continue with fresh noise"
+    )
+
+
+def noise_may_restart(bands: int | None, groups: int, non_negative: bool, name: str) -> None:
+    """After lost steps the noise stream continues without its past: see `noise.stream.restart`."""
+    if not (non_negative or (bands is not None and bands <= groups)):
+        raise PrivacyError(
+            f"steps after this checkpoint were lost, and {name} cannot continue without their noise: "
+            "its matrix has negative entries, for which that is not known to be private. Start a new "
+            "run"
+        )
+
+
+def no_copy() -> PrivacyError:
+    """The error for copying or pickling a run."""
+    return PrivacyError(
+        "a private run cannot be copied or pickled: the copy would use the same noise on other sums, "
+        "and the difference of the results would contain no noise. Use save() and load(), or call "
+        "make_private in the other process"
+    )

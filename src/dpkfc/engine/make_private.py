@@ -1,4 +1,4 @@
-"""`make_private`: joins sampling, capture, geometry, clipping and noise to the user's model, optimizer and data."""
+"""`make_private`: joins sampling, capture, geometry, clipping and noise to the user's own objects."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torch.utils.data import default_collate
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.clipping import AutomaticClipping
 from dpkfc.engine.checks import ROWS, check_collate, check_loss, check_model, check_optimizer
-from dpkfc.engine.guards import one_process
+from dpkfc.engine.guards import single_process
+from dpkfc.engine.loader import Source, read_source
 from dpkfc.engine.options import Options
 from dpkfc.engine.rng_state import kept_generators
 from dpkfc.engine.run import PrivateRun
 from dpkfc.errors import PrivacyError
-from dpkfc.geometry.identity import Geometry, Identity
+from dpkfc.geometry.base import Geometry
+from dpkfc.geometry.identity import Identity
+from dpkfc.noise.auto import Auto
 from dpkfc.noise.factorization import Factorization
-from dpkfc.optim.adambc import DPAdamBC
-from dpkfc.optim.disk import DiSK
+from dpkfc.optim.base import NoiseAware
 from dpkfc.per_sample.capture import GradientCapture
-from dpkfc.per_sample.registry import partition
-from dpkfc.planning.choose_noise import Auto, Noise, choose
+from dpkfc.planning.choose_noise import Noise, choose
 from dpkfc.planning.plan import Plan, Unchecked, batches
 from dpkfc.probes.public import LABELS, check_apart
-from dpkfc.sampling import CyclicPoisson, PrivateLoader, read_dataset
 
-LOOKED_AT = 128  # records, for some with different targets
+INSPECTED = 128  # records, to find some with different targets for the trial of the loss
 
 
 def make_private(
@@ -38,8 +38,9 @@ def make_private(
     optimizer: Optimizer,
     dataset: Any,
     *,
-    delta: float | None = None,
+    loss: Callable[[nn.Module, Any], Tensor] | Literal["unchecked"] | None = None,
     epsilon: float | None = None,
+    delta: float | None = None,
     noise_multiplier: float | None = None,
     epochs: float | None = None,
     steps: int | None = None,
@@ -47,134 +48,97 @@ def make_private(
     clip: float | AutomaticClipping | Literal["auto"] = 1.0,
     geometry: Geometry | None = None,
     noise: Noise | Auto | Literal["auto"] | None = None,
-    loss: Callable[[nn.Module, Any], Tensor] | Literal["unchecked"] | None = None,
     records: int | None = None,
-    max_physical_batch_size: int | None = None,
     ledger: Ledger | None = None,
+    max_physical_batch_size: int | None = None,
     seed: int | None = None,
     options: Options | None = None,
 ) -> PrivateRun:
     """Train `model` with differential privacy in a plain PyTorch loop.
 
     Args:
-        model, optimizer: the user's own; neither is wrapped. The optimizer is any torch.optim.Optimizer over
-            the model's parameters.
-        dataset: a map-style Dataset, or a DataLoader, whose data set, collate function and workers are kept
-            and whose sampler is replaced by Poisson sampling.
-        epsilon: the privacy budget, to which the noise is calibrated.
-        noise_multiplier: instead of epsilon, the standard deviation of the noise divided by the clip.
-        delta: the δ of (ε, δ)-differential privacy; well below 1/N.
-        epochs or steps: how long to train. One pass over `private.loader` takes all planned steps.
-        batch_size: the expected batch size (a DataLoader's own by default).
-        clip: the L2 norm C to which every record's gradient is clipped; or `AutomaticClipping()`, which scales every gradient
-            to it, so that there is no threshold to tune; or "auto": the median norm of the geometry's own mapped
-            probes at the first weights. The noise grows with C, so tune the product lr · C.
-        geometry: the linear map before clipping: `KFC(...)`, `Diagonal(...)`; `Identity()` is DP-SGD.
-        noise: `Independent()` Gaussian noise; or correlated noise, which largely cancels in the parameters:
-            `BandedToeplitz(bands=16)`, `BandedSquareRoot(...)`, `BufferedToeplitz(...)` and others; or "auto"
-            (`Auto(max_buffers=16)`): whichever adds the least noise to the parameters at the same epsilon.
-        loss: ``loss(model, batch) -> scalar``, the loss that the loop computes. Required. It is tried on a few records
-            before anything is spent: a loss that mixes records, or does not reduce them as declared, is refused. At
-            the first step, and at a few secretly chosen later ones, the gradients that the loop left behind are
-            compared with it. "unchecked" omits all of this but for a trial of the model alone: plan, report and ledger
-            then say so.
-        records: the number of records N, stated as public. Sampling rate, number of steps and normalisation follow
-            from it and not from ``len(dataset)``, which stays private. Without it ``len(dataset)`` is taken as public.
-        max_physical_batch_size: the loader yields each batch in parts of at most this size, and the step is taken after
-            the last. Step schedulers by `private.after_step(scheduler.step)`.
-        by_vmap: names of modules to run whole under vmap, for parameters used outside their own module.
-        accountant: "pld" (tight) or "rdp"; with `best_of` always "rdp".
+        model, optimizer: your own; neither is wrapped. The optimizer is any torch.optim.Optimizer
+            over the model's parameters.
+        dataset: a map-style Dataset; or a DataLoader, whose data set, collate function and workers
+            are kept and whose sampler is replaced by Poisson sampling.
+        loss: ``loss(model, batch) -> scalar``, the loss that your loop computes. Required. It is tried
+            on a few records before any budget is spent: a loss that mixes records, or does not reduce
+            them as declared, is refused. At the first step, and at a few secretly chosen later ones,
+            the gradients of your loop are compared with it. "unchecked" omits this, except for a
+            trial of the model alone; plan, report and ledger then say so.
+        epsilon, delta: the privacy budget, to which the noise is calibrated; δ well below 1/N.
+        noise_multiplier: σ, instead of epsilon: the noise's standard deviation divided by the clip.
+        epochs, steps: how long to train; give one. One pass over `run.loader` takes all steps.
+        batch_size: the expected batch size; by default that of your DataLoader.
+        clip: R, the L2 norm to which each record's gradient is clipped; or `AutomaticClipping()`,
+            which scales every gradient to it; or "auto": the median norm of the geometry's own
+            mapped probes at the first weights. The noise grows with R: tune the product lr · R.
+        geometry: the linear map before clipping: `KFC(...)` or `Diagonal(...)`. Default: DP-SGD.
+        noise: `noise.Independent()` (default); or correlated noise, most of which cancels in the
+            parameters, such as `noise.BandedToeplitz(bands=16)`; or "auto" (`noise.Auto()`): the one
+            with the smallest error at the same epsilon.
+        records: the number of records N, stated as public. Sampling rate, number of steps and
+            normalisation follow from it, and ``len(dataset)`` stays private. By default
+            ``len(dataset)`` is treated as public.
         ledger: a `Ledger` on disk that charges every step before its result can be seen.
-        seed: reproducible noise and sampling, for experiments only. By default the keys come from the operating
-            system and nobody can reproduce the noise.
+        max_physical_batch_size: the loader yields each batch in parts of at most this size, and the
+            step is taken after the last part. Step schedulers with `run.after_step(scheduler.step)`.
+        seed: reproducible noise and sampling, for experiments only. By default the keys come from
+            the operating system and nobody can reproduce the noise.
         options: less common settings; see `Options`.
+
+    Returns:
+        The run. Iterate over `run.loader`; ask `run.epsilon()` for the privacy loss so far.
+
+    Raises:
+        PrivacyError: continuing would break the guarantee.
+        ValueError, TypeError: an argument is wrong.
+
+    **Guarantee.** The sequence of all gradients that the optimizer receives is (ε, δ)-differentially
+    private under adding or removing one record, with the ε and δ of `run.plan`.
 
     >>> import torch, dpkfc
     >>> model = torch.nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> data = torch.utils.data.TensorDataset(torch.randn(100, 4), torch.randint(2, (100,)))
-    >>> private = dpkfc.make_private(model, optimizer, data, epsilon=2.0, delta=1e-3, epochs=1, batch_size=10,
-    ...                              loss=dpkfc.losses.cross_entropy)
-    >>> for x, y in private.loader:
+    >>> run = dpkfc.make_private(
+    ...     model, optimizer, data, loss=dpkfc.losses.cross_entropy,
+    ...     epsilon=2.0, delta=1e-3, epochs=1, batch_size=10,
+    ... )
+    >>> for x, y in run.loader:
     ...     loss = torch.nn.functional.cross_entropy(model(x), y)
     ...     loss.backward()
     ...     optimizer.step()
     ...     optimizer.zero_grad()
-    >>> private.epsilon() <= 2.0
+    >>> run.epsilon() <= 2.0
     True
     """
     options = Options() if options is None else options
-    if loss is None:
-        raise PrivacyError(
-            "loss= is missing. Give the loss that the loop computes, as a function of the model and a batch of the "
-            "loader, so that it can be tried before anything is spent: "
-            "loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]). Or give loss='unchecked', and "
-            "plan, report and ledger will say that nobody checked it"
-        )
-    declared = None if isinstance(loss, str) and loss == "unchecked" else loss
-    if declared is not None and not callable(declared):
-        raise TypeError(
-            f"loss={loss!r}: must be a function loss(model, batch) -> scalar tensor, or 'unchecked'"
-        )
-    if records is not None and (
-        isinstance(records, bool) or not isinstance(records, int) or records < 1
-    ):
-        raise ValueError(
-            f"records={records!r}: give the public number of records, a whole number of at least 1"
-        )
-    data, loader_options, its_batch_size = read_dataset(dataset)
-    batch_size = its_batch_size if batch_size is None else batch_size
-    if batch_size is None:
-        raise PrivacyError(
-            "batch_size is missing: the number of records a step is expected to draw"
-        )
-    if options.loss_reduction not in ("mean", "sum"):
-        raise PrivacyError(
-            f"loss_reduction={options.loss_reduction!r}: must be 'mean' or 'sum' over the records of a forward pass"
-        )
-    if max_physical_batch_size is not None and max_physical_batch_size < 1:
-        raise PrivacyError(f"max_physical_batch_size={max_physical_batch_size}: must be at least 1")
-    if not isinstance(ledger, Ledger | None):
-        raise PrivacyError(
-            f"ledger must be a dpkfc.Ledger(path, dataset=...), not {type(ledger).__name__}"
-        )
-    if options.grad_scaler is not None and any(
-        group.get("fused") for group in optimizer.param_groups
-    ):
-        raise ValueError(
-            "grad_scaler= with a fused optimizer: it would divide the private gradient by the scale once more. Build "
-            "the optimizer with fused=False"
-        )
-    one_process()
+    declared_loss = _read_loss(loss)
+    source = read_source(dataset)
+    batch_size = source.batch_size if batch_size is None else batch_size
+    _check_arguments(optimizer, batch_size, records, max_physical_batch_size, ledger, options)
+    assert batch_size is not None
+    single_process()
     check_model(model)
     check_optimizer(model, optimizer)
     geometry = Identity() if geometry is None else geometry
-    public_data = check_apart(geometry, data)
-    collate = loader_options.get("collate_fn", default_collate)
-    trials: list[Any] = []
-    if declared is not None or collate is not default_collate:
-        with kept_generators():
-            trial = _unlike(data)
-            trials = [
-                (collate(some), len(some)) for some in (trial[:ROWS], trial[ROWS:]) if len(some) > 1
-            ]
-        if trials:
-            check_collate(collate, trial)
-    count = len(data)  # type: ignore[arg-type]
-    unchecked: dict[Unchecked, bool] = {
-        "loss": declared is None,
+    public_data_checked = check_apart(geometry, source.dataset)
+    trials = _trial_batches(source, declared_loss is not None)
+    not_checked: dict[Unchecked, bool] = {
+        "loss": declared_loss is None,
         "model": not options.check,
         "seed": seed is not None,
         "ledger": ledger is None,
         "records": records is None,
-        "public data": not public_data,
+        "public data": not public_data_checked,
     }
-    records = count if records is None else records
+    records = len(source) if records is None else records
     batch_size, steps = batches(records, batch_size, epochs, steps)
-    capture = GradientCapture(model, partition(model, options.vmap_modules))
+    capture = GradientCapture(model, options.vmap_modules)
     try:
         geometry.prepare(model, capture)
-        run: dict[str, Any] = {
+        planned: dict[str, Any] = {
             "records": records,
             "batch_size": batch_size,
             "clip": _clip_from_probes(geometry, model, capture) if clip == "auto" else clip,
@@ -185,58 +149,144 @@ def make_private(
             "accountant": options.accountant,
             "best_of": options.best_of,
         }
-        rescaled = (
-            f"{geometry.name} maps noisy gradients once more (post)"
-            if getattr(geometry, "post", 0)
-            else None
-        )
-        factorization = choose(noise, optimizer, rescaled, options.sampling, **run)
+        rescaled = _rescaled_after_noise(geometry)
+        factorization = choose(noise, optimizer, rescaled, options.sampling, **planned)
         plan = Plan.make(
-            **run,
+            **planned,
             geometry=geometry.name,
             public_geometry=geometry.public,
             noise=factorization,
             sampling=options.sampling,
         )
-        plan = replace(plan, unchecked=tuple(what for what, is_so in unchecked.items() if is_so))
-        if isinstance(optimizer, DPAdamBC | DiSK):
+        unchecked = tuple(what for what, is_unchecked in not_checked.items() if is_unchecked)
+        plan = replace(plan, unchecked=unchecked)
+        if isinstance(optimizer, NoiseAware):
             optimizer.set_noise_variance(*_noise_variance(plan, factorization, rescaled))
-        if declared is not None:
+        if declared_loss is not None:
+            mean_loss = options.loss_reduction == "mean"
             for batch, rows in trials:
-                check_loss(model, capture, batch, rows, declared, options.loss_reduction == "mean")
+                check_loss(model, capture, batch, rows, declared_loss, mean_loss)
+        return PrivateRun(
+            model,
+            optimizer,
+            plan,
+            source,
+            capture,
+            geometry=geometry,
+            factorization=factorization,
+            loss=declared_loss,
+            options=options,
+            max_physical_batch_size=max_physical_batch_size,
+            seed=seed,
+            ledger=ledger,
+            clip_from_probes=clip == "auto",
+        )
     except BaseException:
         capture.remove()
         raise
-    private = PrivateRun(
-        model,
-        optimizer,
-        plan,
-        geometry,
-        factorization,
-        capture,
-        loss=declared,
-        mean_loss=options.loss_reduction == "mean",
-        check=options.check,
-        seed=seed,
-        ledger=ledger,
-        grad_scaler=options.grad_scaler,
-        clip_from_probes=clip == "auto",
-    )
-    private.loader = PrivateLoader(
-        data,
-        loader_options,
-        lambda: CyclicPoisson(private._group_key, count, plan.groups, plan.rate_in_turn),
-        plan.steps,
-        max_physical_batch_size,
-        private,
-    )
-    return private
+
+
+def _read_loss(loss: Any) -> Callable[[nn.Module, Any], Tensor] | None:
+    """The declared loss; None if it is not to be checked."""
+    if loss is None:
+        raise PrivacyError(
+            "loss= is missing. Give the loss that the loop computes, as a function of the model and a "
+            "batch of the loader, so that it can be tried before any budget is spent: "
+            "loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]). Or give "
+            "loss='unchecked', and plan, report and ledger will say that nobody checked it"
+        )
+    if isinstance(loss, str) and loss == "unchecked":
+        return None
+    if not callable(loss):
+        raise TypeError(
+            f"loss={loss!r}: must be a function loss(model, batch) -> scalar tensor, or 'unchecked'"
+        )
+    return loss  # type: ignore[no-any-return]
+
+
+def _check_arguments(
+    optimizer: Optimizer,
+    batch_size: int | None,
+    records: int | None,
+    max_physical_batch_size: int | None,
+    ledger: Ledger | None,
+    options: Options,
+) -> None:
+    if not isinstance(options, Options):
+        raise TypeError(f"options must be a dpkfc.Options(...), not {type(options).__name__}")
+    is_int = isinstance(records, int) and not isinstance(records, bool)
+    if records is not None and (not is_int or records < 1):
+        raise ValueError(
+            f"records={records!r}: give the public number of records, a whole number of at least 1"
+        )
+    if batch_size is None:
+        raise ValueError("batch_size is missing: the number of records a step is expected to draw")
+    if options.loss_reduction not in ("mean", "sum"):
+        raise ValueError(
+            f"loss_reduction={options.loss_reduction!r}: must be 'mean' or 'sum' over the records of "
+            "a forward pass"
+        )
+    if max_physical_batch_size is not None and max_physical_batch_size < 1:
+        raise ValueError(f"max_physical_batch_size={max_physical_batch_size}: must be at least 1")
+    if not isinstance(ledger, Ledger | None):
+        raise TypeError(
+            f"ledger must be a dpkfc.Ledger(path, dataset=...), not {type(ledger).__name__}"
+        )
+    fused = any(group.get("fused") for group in getattr(optimizer, "param_groups", ()))
+    if options.grad_scaler is not None and fused:
+        raise ValueError(
+            "grad_scaler= with a fused optimizer: it would divide the private gradient by the scale "
+            "once more. Build the optimizer with fused=False"
+        )
+
+
+def _trial_batches(source: Source, has_loss: bool) -> list[tuple[Any, int]]:
+    """Two batches of a few records each, to try the loss on, with their sizes."""
+    collate = source.options.get("collate_fn", default_collate)
+    if not has_loss and collate is default_collate:
+        return []
+    with kept_generators():
+        records = _records_with_different_targets(source)
+        parts = [part for part in (records[:ROWS], records[ROWS:]) if len(part) > 1]
+        trials = [(collate(part), len(part)) for part in parts]
+    if trials:
+        check_collate(collate, records)
+    return trials
+
+
+def _records_with_different_targets(source: Source) -> list[Any]:
+    """A few records, with as many different targets as there are among some of the data set.
+
+    A loss with class weights divides by the weights of the whole batch, which cannot be seen on
+    records of one class.
+    """
+    rows = random.Random(0).sample(range(len(source)), min(INSPECTED, len(source)))
+    first: dict[str, Any] = {}
+    others = []
+    for record in (source.dataset[row] for row in rows):
+        if first.setdefault(_target(record), record) is not record:
+            others.append(record)
+    return [*first.values(), *others][: 2 * ROWS]
+
+
+def _target(record: Any) -> str:
+    """The last part of a tuple, or the label of a dict, as a string that equal ones share."""
+    if isinstance(record, Mapping):
+        return str([record.get(name) for name in LABELS])
+    return str(record[-1]) if isinstance(record, tuple | list) else ""
+
+
+def _rescaled_after_noise(geometry: Geometry) -> str | None:
+    """Why noisy gradients do not reach the optimizer on one scale, if so."""
+    if getattr(geometry, "post", 0):
+        return f"{geometry.name} maps noisy gradients once more (post)"
+    return None
 
 
 def _noise_variance(
     plan: Plan, noise: Factorization, rescaled: str | None
 ) -> tuple[float | None, str]:
-    """Of every coordinate of `.grad`, if it is the same for all and at all steps; otherwise None, and why not."""
+    """The variance per coordinate of ``.grad``; None, and why, if it is not always the same."""
     if noise.bands != 1:
         return None, f"{noise.name} noise varies from step to step"
     if rescaled:
@@ -247,29 +297,8 @@ def _noise_variance(
 def _clip_from_probes(geometry: Geometry, model: nn.Module, capture: GradientCapture) -> float:
     norms = geometry.probe_norms(model, capture)
     if norms is None:
-        raise PrivacyError(
-            'clip="auto" takes the clip from the probes of the geometry, and this one has none: use KFC or Diagonal, '
-            "or give a number, or dpkfc.AutomaticClipping()"
+        raise ValueError(
+            'clip="auto" takes the clip from the probes of the geometry, and this one has none: use '
+            "KFC or Diagonal, or give a number, or dpkfc.AutomaticClipping()"
         )
     return float(norms.median())
-
-
-def _unlike(data: Any) -> list[Any]:
-    """A few records, with as many different targets as there are among some that are spread over the data set.
-
-    A loss with class weights divides by the weights of the whole batch, which nobody sees on records of one class.
-    """
-    some = random.Random(0).sample(range(len(data)), min(LOOKED_AT, len(data)))
-    first: dict[str, Any] = {}
-    others = []
-    for record in (data[row] for row in some):
-        if first.setdefault(_target(record), record) is not record:
-            others.append(record)
-    return [*first.values(), *others][: 2 * ROWS]
-
-
-def _target(record: Any) -> str:
-    """The last part of a tuple, the label of a dict; as a word that equal ones share."""
-    if isinstance(record, Mapping):
-        return str([record.get(name) for name in LABELS])
-    return str(record[-1]) if isinstance(record, tuple | list) else ""

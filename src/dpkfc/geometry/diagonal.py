@@ -1,9 +1,10 @@
-"""Diagonal maps: AdaDPS, and the parameters that have no Kronecker form.
+"""Diagonal maps: AdaDPS, and parameters that have no Kronecker form.
 
-A norm layer, an embedding or a bare parameter has no factors A and G. Left as it is beside layers whose
-gradients are whitened, it would drown: all of them share one clip and one noise. `DiagonalMap` multiplies its
-gradient by one number, or entry by entry. `Diagonal` does so for the whole model: AdaDPS (Li et al., ICML 2022)
-with side information from public data or from noise.
+A norm layer, an embedding or a bare parameter has no factors A_l and G_l. If its gradient were left as
+it is beside layers whose gradients are whitened, the noise would dominate it: all parameters share one
+clip and one noise. `DiagonalMap` multiplies such a gradient by one number, or entry by entry. `Diagonal`
+does so for the whole model: AdaDPS (Li et al., ICML 2022) with side information from public data or
+from synthetic probes.
 """
 
 from __future__ import annotations
@@ -12,30 +13,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpkfc.errors import PrivacyError
-from dpkfc.geometry.identity import IDENTITY_MAP, LinearMap, Workspaces
-from dpkfc.geometry.probing import Probing, diverged, gradients
-from dpkfc.per_sample.layers.linear import conv1d_of_transformers
-from dpkfc.per_sample.record import add_up
+from dpkfc.geometry.base import ParamNames
+from dpkfc.geometry.probing import Probing, combined_grads, diverged
+from dpkfc.per_sample.base import IDENTITY_MAP, LinearMap
+from dpkfc.per_sample.capture import GradientCapture
+from dpkfc.per_sample.rounding import add_up
+from dpkfc.per_sample.workspace import Allocate
 from dpkfc.probes.infer import infer_probe
 from dpkfc.probes.probe import Probe
 from dpkfc.probes.public import Hybrid
 from dpkfc.probes.targets import Loss
 
-if TYPE_CHECKING:
-    from dpkfc.per_sample.capture import GradientCapture
-
-Names = tuple[str, ...]
-
 
 @dataclass
 class DiagonalMap:
-    """``g -> s ⊙ g`` with s a number, or one tensor for each parameter of the slot."""
+    """``g -> s ⊙ g`` with s a number, or one tensor per parameter."""
 
     scale: float | list[Tensor]
     transposed: bool = False  # the weight is [in, out]
@@ -44,43 +41,45 @@ class DiagonalMap:
 
     @cached_property
     def gain(self) -> float:
-        return (
-            self.scale if isinstance(self.scale, float) else max(float(s.max()) for s in self.scale)
-        )
+        if isinstance(self.scale, float):
+            return self.scale
+        return max(float(s.max()) for s in self.scale)
 
     @cached_property
     def condition(self) -> float:
-        return (
-            1.0
-            if isinstance(self.scale, float)
-            else self.gain / min(float(s.min()) for s in self.scale)
-        )
+        if isinstance(self.scale, float):
+            return 1.0
+        return self.gain / min(float(s.min()) for s in self.scale)
 
     @property
     def factored(self) -> bool:
         return isinstance(self.scale, float)
 
     def factors(
-        self, left: Tensor, right: Tensor, last: Tensor | None, workspaces: Workspaces | None = None
+        self,
+        left: Tensor,
+        right: Tensor,
+        bias_input: Tensor | None,
+        workspaces: tuple[Allocate, Allocate] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         assert isinstance(self.scale, float)
-        return left * self.scale, right, last
+        return left * self.scale, right, bias_input
 
-    def single(self, left: Tensor, right: Tensor, last: Tensor | None) -> Tensor:
+    def outer_norms(self, left: Tensor, right: Tensor, bias_input: Tensor | None) -> Tensor:
         """``Σ_op s_op² left_o² right_p²``: one matrix product for all samples."""
         assert not isinstance(self.scale, float)
         weight, *bias = (s.to(left).square() for s in self.scale)
         matrix = weight.T if self.transposed else weight.flatten(1)
         squares = left.square()
         norms = ((squares @ matrix) * right.square()).sum(1)
-        if last is not None:
-            norms = norms + (squares @ bias[0]) * last.square()
+        if bias_input is not None:
+            norms = norms + (squares @ bias[0]) * bias_input.square()
         return norms
 
     def rows(self, ids: Tensor, values: Tensor) -> Tensor:
-        return values * (
-            self.scale if isinstance(self.scale, float) else self.scale[0].to(values)[ids]
-        )
+        if isinstance(self.scale, float):
+            return values * self.scale
+        return values * self.scale[0].to(values)[ids]
 
     def apply(self, grads: Sequence[Tensor]) -> list[Tensor]:
         if isinstance(self.scale, float):
@@ -95,20 +94,22 @@ class DiagonalMap:
 
 
 class Diagonal:
-    """AdaDPS: every entry of a gradient is divided by the root of its second moment on public or synthetic inputs.
+    """AdaDPS: divides each gradient entry by the root of its second moment on the source.
 
-    ``g_j -> g_j (v_j + π v̄ + γ)^(-power/2)`` with ``v_j = E[g_j²]`` over per-sample gradients of the source and v̄ its
-    mean over the slot (one parameter, or the weight and bias of one layer).
+    ``g_j -> g_j (v_j + π v̄ + γ)^(-power/2)`` with ``v_j = E[g_j²]`` over per-sample gradients of the
+    source, and v̄ its mean over the parameters that are preconditioned together (one parameter, or the
+    weight and bias of one layer).
 
     Args:
-        source: `PublicData` as in the original, or `PinkNoise`, `Tokens`, `Tabular`; inferred if not given.
+        source: `PublicData` as in the original, or `PinkNoise`, `Tokens`, `Tabular`; inferred from
+            the model if not given.
         every, probes, power, loss, chunk, seed: as in `KFC`.
-        damping: π, relative to the mean second moment of each slot.
+        damping: π, relative to the mean second moment.
         stability: γ, absolute.
 
     >>> import dpkfc
-    >>> geometry = dpkfc.Diagonal(source=dpkfc.probes.PinkNoise(shape=(1, 28, 28), classes=10))
-    >>> geometry.public
+    >>> source = dpkfc.probes.PinkNoise(shape=(1, 28, 28), classes=10)
+    >>> dpkfc.Diagonal(source).public
     True
     """
 
@@ -132,18 +133,14 @@ class Diagonal:
             real=("damping", "stability", "power"),
         )
         if isinstance(source, Hybrid) or not (source is None or hasattr(source, "draw")):
-            raise PrivacyError(
-                f"Diagonal: source={type(source).__name__}: pass one probe, such as dpkfc.probes.PublicData(dataset)"
+            raise TypeError(
+                f"Diagonal: source={type(source).__name__}: pass one probe, such as "
+                "dpkfc.probes.PublicData(dataset)"
             )
-        self.source, self.every, self.damping, self.stability, self.power = (
-            source,
-            every,
-            damping,
-            stability,
-            power,
-        )
+        self.source, self.every = source, every
+        self.damping, self.stability, self.power = damping, stability, power
         self._probing = Probing(probes, chunk, loss, seed)
-        self._maps: dict[Names, DiagonalMap] = {}
+        self._maps: dict[ParamNames, DiagonalMap] = {}
 
     @property
     def name(self) -> str:
@@ -168,48 +165,49 @@ class Diagonal:
         self.refresh(model, capture, 0)
         return self._probing.mapped_norms(model, capture, self.source, self.map_of)
 
-    def map_of(self, parameters: Names) -> LinearMap:
-        return self._maps.get(parameters, IDENTITY_MAP)
+    def map_of(self, names: ParamNames) -> LinearMap:
+        return self._maps.get(names, IDENTITY_MAP)
 
-    def after_noise(self) -> dict[Names, LinearMap]:
+    def after_noise(self) -> dict[ParamNames, LinearMap]:
         return {}
 
     def refresh(self, model: nn.Module, capture: GradientCapture, step: int) -> None:
         assert self.source is not None
-        names = {p: name for name, p in model.named_parameters()}
-        sums: dict[Names, list[Tensor]] = {}
+        name_of = {p: name for name, p in model.named_parameters()}
+        sums: dict[ParamNames, list[Tensor]] = {}
         count = 0
-        for calls in self._probing.passes(
-            model, capture, self.source, self._probing.generator(step, "diagonal")
-        ):
-            count += calls[0].batch if calls else 0
+        generator = self._probing.generator(step, "diagonal")
+        for calls in self._probing.passes(model, capture, self.source, generator):
+            count += calls[0].batch_size if calls else 0
             with torch.no_grad():
-                for slot, form in gradients(calls).items():
-                    key = tuple(names[p] for p in slot)
-                    sums[key] = add_up([*([sums[key]] if key in sums else []), form.squares()])
-            capture.recycle()
-        transposed = {names[p] for p in transposed_weights(capture)}
+                for key, grad in combined_grads(calls).items():
+                    names = tuple(name_of[p] for p in key)
+                    so_far = [sums[names]] if names in sums else []
+                    sums[names] = add_up([*so_far, grad.sum_of_squares()])
+            capture.release_workspaces()
+        transposed = {name_of[p] for p in transposed_weights(capture)}
         self._maps = {}
-        for key, squares in sums.items():
+        for names, squares in sums.items():
             moments = [s / count for s in squares]
-            floor = self.damping * mean_of(moments, key) + self.stability
+            floor = self.damping * mean_entry(moments, names) + self.stability
             if floor > 0:
-                self._maps[key] = DiagonalMap(
-                    [(m + floor) ** (-self.power / 2) for m in moments], key[0] in transposed
-                )
+                scales = [(m + floor) ** (-self.power / 2) for m in moments]
+                self._maps[names] = DiagonalMap(scales, names[0] in transposed)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scaled": {"|".join(names): one.state() for names, one in self._maps.items()}}
+        return {"scaled": {"|".join(names): m.state() for names, m in self._maps.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._maps = {
-            tuple(names.split("|")): DiagonalMap(**one) for names, one in state["scaled"].items()
+            tuple(names.split("|")): DiagonalMap(**fields)
+            for names, fields in state["scaled"].items()
         }
 
 
-def mean_of(moments: list[Tensor], names: Names) -> float:
-    """The mean over all entries of a slot."""
-    mean = float(torch.stack([m.sum() for m in moments]).sum()) / sum(m.numel() for m in moments)
+def mean_entry(moments: list[Tensor], names: ParamNames) -> float:
+    """The mean over all entries of several tensors."""
+    total = float(torch.stack([m.sum() for m in moments]).sum())
+    mean = total / sum(m.numel() for m in moments)
     if not math.isfinite(mean):
         raise diverged(names[0])
     return mean
@@ -218,31 +216,28 @@ def mean_of(moments: list[Tensor], names: Names) -> float:
 def transposed_weights(capture: GradientCapture) -> set[nn.Parameter]:
     """Weights that are [in, out]."""
     return {
-        unit.parameters["weight"]
-        for unit in capture.units
-        if unit.handler is conv1d_of_transformers
+        hooked.params["weight"]
+        for hooked in capture.hooked_modules
+        if hooked.adapter is not None and hooked.adapter.transposed
     }
 
 
 def check_numbers(
-    where: str, given: dict[str, Any], whole: Sequence[str], real: Sequence[str]
+    where: str, arguments: dict[str, Any], whole: Sequence[str], real: Sequence[str]
 ) -> None:
     """Refuse arguments that are not whole numbers from 1 (or None), or not finite numbers from 0."""
     for name in whole:
-        value = given[name]
-        if value is not None and (
-            not isinstance(value, int) or isinstance(value, bool) or value < 1
-        ):
-            raise PrivacyError(f"{where}: {name}={value!r}: must be a whole number of at least 1")
+        value = arguments[name]
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and (not is_int or value < 1):
+            raise ValueError(f"{where}: {name}={value!r}: must be a whole number of at least 1")
     for name in real:
-        value = given[name]
-        if (
-            not isinstance(value, int | float)
-            or isinstance(value, bool)
-            or not 0 <= value < math.inf
-        ):
-            raise PrivacyError(f"{where}: {name}={value!r}: must be a finite number of at least 0")
-    if given["damping"] == given["stability"] == 0:
-        raise PrivacyError(
-            f"{where}: damping=0 and stability=0: directions the probes do not reach would be divided by zero"
+        value = arguments[name]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < math.inf:
+            raise ValueError(f"{where}: {name}={value!r}: must be a finite number of at least 0")
+    if arguments["damping"] == arguments["stability"] == 0:
+        raise ValueError(
+            f"{where}: damping=0 and stability=0: directions that the probes do not reach would be "
+            "divided by zero. Give one of them"
         )

@@ -1,16 +1,16 @@
-"""Kronecker factors: second moments of probe vectors, their damping, and the roots that map gradients.
+"""Kronecker factors: second moments of probe vectors, their damping, and their inverse roots.
 
 A factor is ``A = (1/N) Σ x xᵀ`` over probe vectors x. Its root is ``U = (A + μ I)^(-p/2)`` with
-``μ = π tr(A)/d + γ``: π damps relative to the mean eigenvalue, γ is an absolute floor, and p = 1 is the paper's
-inverse square root (Algorithm 1, lines 10 to 17). A root is held in one of two ways:
+``μ = π tr(A)/d + γ``: π damps relative to the mean eigenvalue, γ is an absolute floor, and p = 1 is the
+paper's inverse square root (Algorithm 1, lines 10 to 17). A root is stored in one of two ways:
 
-* `Full`: the d x d matrix. d multiplications for each entry that is mapped.
-* `LowRank`: ``U = c I + V diag(w) Vᵀ`` with r columns; 2r multiplications for each entry. From fewer probe vectors
-  than d it is exact, with ``c = μ^(-p/2)``. Cut at a smaller rank, the other directions share the mean of their
-  eigenvalues: ``c = (λ̄ + μ)^(-p/2)``.
+* `FullRoot`: the d x d matrix; d multiplications per mapped entry.
+* `LowRankRoot`: ``U = c I + V diag(w) Vᵀ`` with r columns; 2r multiplications per mapped entry. If there
+  are fewer probe vectors than d it is exact, with ``c = μ^(-p/2)``. If it is cut at a smaller rank, the
+  other directions share the mean of their eigenvalues: ``c = (λ̄ + μ)^(-p/2)``.
 
-Any map that does not depend on the private records leaves the guarantee as it is: what is cut off here costs at
-most utility.
+Any map that does not depend on the private records keeps the guarantee: an approximation here can only
+cost utility.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-OVERSAMPLE, SWEEPS = 16, 3  # of the subspace iteration
+# of the subspace iteration
+OVERSAMPLE = 16
+SWEEPS = 3
 NEGLIGIBLE = 1e-9  # eigenvalues below this share of the largest are zero
 
 
 class Moment:
-    """``Σ x xᵀ`` of vectors that arrive in pieces, for each of `groups` blocks.
+    """``Σ x xᵀ`` of vectors that arrive in pieces, one sum per group.
 
-    Up to d vectors are kept as they are: their Gram matrix has the same eigenvalues, at less cost. From then
-    on their products are added up, so memory never exceeds d².
+    Up to d vectors are kept as they are: their Gram matrix has the same eigenvalues at less cost. With
+    more vectors the products are added up, so memory never exceeds d².
     """
 
     def __init__(self) -> None:
@@ -68,7 +70,7 @@ class Moment:
         matrix = self.dense(count)
         size = matrix.shape[2]
         trace = matrix.diagonal(dim1=1, dim2=2).sum(1).double()
-        if len(matrix) == 1 and rank is not None and _few(rank, size):
+        if len(matrix) == 1 and rank is not None and _iterate(rank, size):
             values, vectors = _largest(matrix[0], rank, generator)
             return Spectrum(values[None], vectors[None], trace, size)
         values, vectors = torch.linalg.eigh(matrix.double())
@@ -82,27 +84,27 @@ class Moment:
 
 @dataclass
 class Spectrum:
-    """The largest eigenvalues ([groups, r], decreasing) of a factor of `size`, with their vectors [groups, size, r]."""
+    """The r largest eigenvalues of a factor, in decreasing order, with their eigenvectors."""
 
-    values: Tensor
-    vectors: Tensor
+    values: Tensor  # [groups, r]
+    vectors: Tensor  # [groups, size, r]
     trace: Tensor  # [groups], of the whole factor
     size: int
-    tail: Tensor | None = None  # [groups, size - r], the other eigenvalues, where they are known
+    tail: Tensor | None = None  # [groups, size - r], the other eigenvalues, if known
 
     def rest(self) -> Tensor:
-        """The mean of the eigenvalues that are not listed, for each group."""
+        """The mean of the eigenvalues that are not in `values`, per group."""
         missing = self.size - self.values.shape[1]
         return (self.trace - self.values.sum(1)).clamp(min=0) / max(missing, 1)
 
     def damping(self, relative: float, absolute: float) -> Tensor:
-        """``μ = π tr/d + γ`` for each group."""
+        """``μ = π tr/d + γ`` per group."""
         return relative * self.trace / self.size + absolute
 
     def root(
         self, power: float, relative: float, absolute: float, like: Tensor, bias: bool
     ) -> Root | None:
-        """``(A + μ I)^(-power/2)``; None (no map) of a factor that is zero: nothing is known of it."""
+        """``(A + μ I)^(-power/2)``; None (no map) if the factor is zero: the probes say nothing."""
         return self._function(
             lambda x, mu: (x + mu) ** (-power / 2), relative, absolute, like, bias
         )
@@ -110,7 +112,7 @@ class Spectrum:
     def trace_keeping_root(
         self, power: float, relative: float, absolute: float, like: Tensor, bias: bool
     ) -> Root | None:
-        """``z (A + μ I)^(-power/2)`` with z such that ``tr(A U²) = tr(A)``: a map that keeps the probes' energy."""
+        """``z (A + μ I)^(-power/2)`` with z such that ``tr(A U²) = tr(A)``: keeps the probes' energy."""
         mu, missing = self.damping(relative, absolute), self.size - self.values.shape[1]
         if not bool((self.trace > 0).all()):
             return None
@@ -131,15 +133,17 @@ class Spectrum:
         rank = self.values.shape[1]
         if rank == self.size:
             full = torch.bmm(self.vectors * values[:, None], self.vectors.transpose(1, 2))
-            return Full(_symmetric(full).to(like), bias, float(values.max()), float(values.min()))
+            return FullRoot(
+                _symmetric(full).to(like), bias, float(values.max()), float(values.min())
+            )
         base = float(function(self.rest()[:, None], mu[:, None]))
         if 2 * rank >= self.size:
             vectors = self.vectors[0]
             full = base * torch.eye(self.size, dtype=vectors.dtype, device=vectors.device)
             full = full + (vectors * (values[0] - base)) @ vectors.T
             sizes = max(float(values.max()), base), min(float(values.min()), base)
-            return Full(_symmetric(full[None]).to(like), bias, *sizes)
-        return LowRank(
+            return FullRoot(_symmetric(full[None]).to(like), bias, *sizes)
+        return LowRankRoot(
             base, self.vectors[0].to(like).contiguous(), (values[0] - base).to(like), bias
         )
 
@@ -148,14 +152,17 @@ def _symmetric(matrices: Tensor) -> Tensor:
     return (matrices + matrices.transpose(1, 2)) / 2
 
 
-def _few(rank: int, size: int) -> bool:
-    """Is it cheaper to iterate towards the largest eigenvectors than to compute all?"""
+def _iterate(rank: int, size: int) -> bool:
+    """True if subspace iteration is cheaper than computing all eigenvectors."""
     return 4 * (rank + OVERSAMPLE) < size
 
 
 def _from_rows(rows: Tensor, count: int, rank: int | None, generator: torch.Generator) -> Spectrum:
-    """Through the n x n Gram matrix: ``X Xᵀ w = λ w`` gives ``A (Xᵀ w) = λ (Xᵀ w)``, exactly, for n < d vectors."""
-    if rank is not None and _few(rank, len(rows)):
+    """The exact spectrum from n < d vectors by their n x n Gram matrix.
+
+    ``X Xᵀ w = λ w`` implies ``A (Xᵀ w) = λ (Xᵀ w)``.
+    """
+    if rank is not None and _iterate(rank, len(rows)):
         values, vectors = _largest(rows @ rows.T / count, rank, generator)
         columns = rows.T.double() @ vectors
         columns = columns / columns.norm(dim=0).clamp(min=torch.finfo(columns.dtype).tiny)
@@ -187,8 +194,8 @@ def _largest(matrix: Tensor, rank: int, generator: torch.Generator) -> tuple[Ten
 
 
 @dataclass
-class Full:
-    """A symmetric matrix for each group, [groups, d, d]. With `bias`, the last coordinate is the homogeneous one."""
+class FullRoot:
+    """One symmetric matrix per group, [groups, d, d]; with `bias`, the last coordinate is the bias's."""
 
     matrix: Tensor
     bias: bool
@@ -214,16 +221,16 @@ class Full:
         return self.matrix.nbytes
 
     def right(
-        self, x: Tensor, last: Tensor | None, out: Tensor | None = None
+        self, x: Tensor, bias_input: Tensor | None, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """``(x, last) U`` for vectors x [..., groups, n, d]; their last coordinate, if any, is apart."""
+        """``(x, bias_input) U`` for vectors x [..., groups, n, d] and their bias coordinate, if any."""
         u = self.matrix.to(x.dtype)
         if not self.bias:
-            return _times(x, u, out), last
-        assert last is not None
+            return _times(x, u, out), bias_input
+        assert bias_input is not None
         out = _times(x, u[:, :-1, :-1], out)
-        out.addcmul_(last.unsqueeze(-1), u[:, None, -1, :-1])
-        return out, _times(x, u[:, :-1, -1:]).squeeze(-1) + last * u[:, None, -1, -1]
+        out.addcmul_(bias_input.unsqueeze(-1), u[:, None, -1, :-1])
+        return out, _times(x, u[:, :-1, -1:]).squeeze(-1) + bias_input * u[:, None, -1, -1]
 
     def left(self, x: Tensor) -> Tensor:
         """``U x`` for columns x [..., groups, d, n]."""
@@ -249,8 +256,8 @@ def _times(x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 @dataclass
-class LowRank:
-    """``c I + V diag(w) Vᵀ`` for one group; V is [d, r]. With `bias`, its last row is the homogeneous coordinate."""
+class LowRankRoot:
+    """``c I + V diag(w) Vᵀ`` for one group; V is [d, r]; with `bias`, its last row is the bias's."""
 
     base: float
     vectors: Tensor
@@ -288,7 +295,7 @@ class LowRank:
 
     @cached_property
     def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """V without its last row, that row, ``(V diag(w))ᵀ`` likewise: laid out as the products read them."""
+        """V without its last row, that row, and the same of ``(V diag(w))ᵀ``, in the layout of the products."""
         end = self.size - int(self.bias)
         scaled = self.vectors * self.weights
         return (
@@ -299,19 +306,23 @@ class LowRank:
         )
 
     def right(
-        self, x: Tensor, last: Tensor | None, out: Tensor | None = None
+        self, x: Tensor, bias_input: Tensor | None, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """``(x, last) U`` for vectors x [..., d], whose last coordinate, if any, is apart: [...]."""
+        """``(x, bias_input) U`` for vectors x [..., d] and their bias coordinate [...], if any."""
         vectors, bottom, scaled, scaled_bottom = (part.to(x.dtype) for part in self._parts)
         flat = x.reshape(-1, x.shape[-1])
         inside = flat @ vectors
-        if last is not None and self.bias:
-            inside.addr_(last.reshape(-1), bottom)
-            last = (last.reshape(-1) * self.base).addmv_(inside, scaled_bottom).view_as(last)
+        if bias_input is not None and self.bias:
+            inside.addr_(bias_input.reshape(-1), bottom)
+            bias_input = (
+                (bias_input.reshape(-1) * self.base)
+                .addmv_(inside, scaled_bottom)
+                .view_as(bias_input)
+            )
         flat_out = None if out is None else out.view(flat.shape)
         return torch.mm(inside, scaled, out=flat_out).add_(flat, alpha=self.base).view(
             x.shape
-        ), last
+        ), bias_input
 
     def left(self, x: Tensor) -> Tensor:
         """``U x`` for columns x [..., d, n]."""
@@ -327,14 +338,14 @@ class LowRank:
         }
 
 
-Root = Full | LowRank
+Root = FullRoot | LowRankRoot
 
 
 def root_from(state: dict[str, Any] | None) -> Root | None:
     """A root from its `state()`."""
     if state is None:
         return None
-    return Full(**state) if "matrix" in state else LowRank(**state)
+    return FullRoot(**state) if "matrix" in state else LowRankRoot(**state)
 
 
 def condition(values: Tensor) -> float:

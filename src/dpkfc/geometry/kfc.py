@@ -1,18 +1,19 @@
 """DP-KFC: a Kronecker-factored geometry from synthetic probes (Algorithm 1). It costs no privacy budget.
 
-For a layer with inputs a and backprops δ the Fisher block is approximated by ``A ⊗ G`` with
-``A = E[a aᵀ]`` (the bias is the homogeneous coordinate 1 behind a) and ``G = E[δ δᵀ]``. Each per-sample gradient is
-mapped to ``U_G g U_A``, with ``U = (factor + damping)^(-power/2)``, before it is clipped; with power 1 the mapped
-gradients of the probes have a covariance close to the identity (Appendix B).
+For layer l with inputs a and backprops δ, the Fisher block is approximated by ``A_l ⊗ G_l`` with
+``A_l = E[a aᵀ]`` (with the input 1 of the bias appended to a) and ``G_l = E[δ δᵀ]``. Each per-sample
+gradient is mapped to ``U_G g U_A``, with ``U = (factor + damping)^(-power/2)``, before it is clipped. With
+power 1 the mapped gradients of the probes have a covariance close to the identity (Appendix B).
 
-Positions that share a weight (pixels of a convolution, tokens) enter A and G in one of two ways:
+Positions that share a weight (pixels of a convolution, tokens) enter the factors in one of two ways:
 
-* "expand": every position is a sample of its own, ``A = Σ_it a aᵀ / (N T)``, ``G = Σ_it δ δᵀ / N``;
-* "reduce": positions are combined first, ``A = Σ_i ā āᵀ / N`` with ā their mean, ``G = Σ_i (Σ_t δ)(Σ_t δ)ᵀ / N``.
+* "expand": every position is a sample: ``A_l = Σ_it a aᵀ / (N T)``, ``G_l = Σ_it δ δᵀ / N``;
+* "reduce": positions are combined first: ``A_l = Σ_i ā āᵀ / N`` with their mean ā, and
+  ``G_l = Σ_i (Σ_t δ)(Σ_t δ)ᵀ / N``.
 
-Privacy: the maps are functions of the weights at the last refresh, which are results of private steps, and of a
-generator with a public seed. Both are independent of the records given the earlier results, so the composition
-of steps is that of DP-SGD with the same noise (Proposition 5.6; post-processing).
+**Guarantee.** The maps are functions of the weights at the last refresh, which are results of private
+steps, and of a generator with a public seed. Given the earlier results, both are independent of the
+records, so the steps compose as those of DP-SGD with the same noise (Proposition 5.6; post-processing).
 """
 
 from __future__ import annotations
@@ -20,22 +21,20 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from dpkfc.errors import PrivacyError
-from dpkfc.geometry.diagonal import DiagonalMap, check_numbers, mean_of, transposed_weights
+from dpkfc.geometry.base import ParamNames
+from dpkfc.geometry.diagonal import DiagonalMap, check_numbers, mean_entry, transposed_weights
 from dpkfc.geometry.factors import Moment, Spectrum
-from dpkfc.geometry.identity import IDENTITY_MAP, LinearMap
 from dpkfc.geometry.kronecker import KroneckerMap, kronecker_from
-from dpkfc.geometry.probing import Probing, diverged, gradients
-from dpkfc.per_sample.layers.conv import Conv, pad_input, patches
-from dpkfc.per_sample.layers.linear import as_positions, conv1d_of_transformers, linear
-from dpkfc.per_sample.registry import HookedModule
+from dpkfc.geometry.probing import Probing, combined_grads, diverged
+from dpkfc.per_sample.base import IDENTITY_MAP, HookedModule, KroneckerForm, LayerCall, LinearMap
+from dpkfc.per_sample.capture import GradientCapture
 from dpkfc.probes.infer import infer_probe
 from dpkfc.probes.probe import Probe
 from dpkfc.probes.public import Hybrid
@@ -43,70 +42,72 @@ from dpkfc.probes.targets import Loss
 
 if TYPE_CHECKING:
     from dpkfc.app.reports.geometry_table import Description
-    from dpkfc.per_sample.capture import GradientCapture, LayerCall
 
-Names = tuple[str, ...]
+# damping of a diagonal map relative to its mean: most entries of an embedding see no probe
+ENTRY_DAMPING = 1e-2
 
 
 @dataclass(eq=False)
-class Layer:
-    """A layer with a Kronecker form, and what the probes have told about it."""
+class KroneckerLayer:
+    """A layer with a Kronecker form, and the moments that the probes have contributed so far."""
 
-    names: Names
-    unit: HookedModule
+    names: ParamNames
+    hooked: HookedModule
+    form: KroneckerForm
     groups: int
-    inputs: int  # in a group, without the bias
-    outputs: int  # in a group
+    inputs: int  # per group, without the bias
+    outputs: int  # per group
     bias: bool
-    transposed: bool
-    a: Moment = field(default_factory=Moment)
-    g: Moment = field(default_factory=Moment)
+    a_moment: Moment = field(default_factory=Moment)
+    g_moment: Moment = field(default_factory=Moment)
     a_count: int = 0
     g_count: int = 0
 
     def sizes(self) -> tuple[int, int]:
+        """Of the factors A_l and G_l."""
         return self.inputs + int(self.bias), self.outputs
 
 
 @dataclass
 class Refresh:
-    """What a refresh found and what it cost, for `KFC.describe`."""
+    """What a refresh cost, for `KFC.describe`."""
 
     step: int
-    parameters: Names  # those that are trained, in the model's order
-    layer_seconds: dict[Names, float] = field(
-        default_factory=dict
-    )  # for the factors and roots of a layer
-    seconds: float = 0.0  # in all, with the probes' own passes
+    parameters: ParamNames  # the trainable ones, in the model's order
+    layer_seconds: dict[ParamNames, float] = field(default_factory=dict)  # factors and roots
+    seconds: float = 0.0  # in total, including the passes over the probes
 
 
 class KFC:
     """The data-free Kronecker geometry of DP-KFC.
 
     Args:
-        probe: where synthetic inputs come from: `PinkNoise`, `Tokens`, `Tabular`, `PublicData`, `Hybrid`. Inferred
-            from what the model declares (`model.input_shape`, a Hugging Face config) if not given.
-        every: steps from one refresh to the next (T_freq).
-        probes: inputs a refresh draws; by default as many as the probe thinks right.
+        probe: where synthetic inputs come from: `PinkNoise`, `Tokens`, `Tabular`, `PublicData`,
+            `Hybrid`. By default inferred from what the model declares (`model.input_shape`, a
+            Hugging Face config).
+        every: steps between two refreshes (T_freq in the paper).
+        probes: inputs per refresh; by default what the probe recommends.
         damping: π, relative to the mean eigenvalue of each factor.
         stability: γ, absolute.
         power: 0 is DP-SGD, 1 the paper's inverse square root.
         factors: "A" whitens activations only, "AG" backprops as well.
-        rank: directions of a factor that are told apart; the others share one scale. None keeps all.
-        approx: "expand" or "reduce" (see the module).
-        max_factor: a layer with a wider factor is treated like the parameters that have no Kronecker form.
-        others: parameters without a Kronecker form: "scalar" scales each so that its entries are on average as
-            large as those of the mapped layers; "diagonal" does so entry by entry; None leaves them as they are.
-        post: exponent r of a second, milder map after the noise, ``z (A + γ)^(-r/2)``; 0 for none. Free
-            post-processing; with noise that is correlated over time it would break the cancellation.
+        rank: eigendirections of a factor that get their own scale; the others share one. None: all.
+        approx: "expand" or "reduce", for positions that share a weight (see the module).
+        max_factor: a layer with a wider factor is treated like parameters without a Kronecker form.
+        others: parameters without a Kronecker form. "scalar" scales each so that its entries are on
+            average as large as those of the mapped layers; "diagonal" does so entry by entry; None
+            leaves them as they are.
+        post: exponent r of a second, milder map after the noise, ``z (A_l + γ)^(-r/2)``; 0 for none.
+            Free post-processing, but it breaks the cancellation of correlated noise.
         loss: of the probes: "cross_entropy", "mse", "bce", "masked_lm", "next_token", or a function
             ``loss(output, probes, generator) -> [batch]``.
-        chunk: probes in one pass; a quarter of them if not given, so that a refresh needs less memory than a step.
+        chunk: probes per pass; by default a quarter of them, so that a refresh needs less memory
+            than a step.
         seed: of the probes. It need not be secret.
 
     >>> import dpkfc
-    >>> geometry = dpkfc.KFC(probe=dpkfc.probes.PinkNoise(shape=(1, 28, 28), classes=10), every=50)
-    >>> geometry.public
+    >>> probe = dpkfc.probes.PinkNoise(shape=(1, 28, 28), classes=10)
+    >>> dpkfc.KFC(probe, every=50).public
     True
     """
 
@@ -130,20 +131,15 @@ class KFC:
         seed: int = 0,
     ) -> None:
         _check_options(locals())
-        self.probe, self.every, self.damping, self.stability, self.power = (
-            probe,
-            every,
-            damping,
-            stability,
-            power,
-        )
+        self.probe, self.every = probe, every
+        self.damping, self.stability, self.power = damping, stability, power
         self.factors, self.rank, self.approx, self.max_factor = factors, rank, approx, max_factor
         self.others, self.post = others, post
         self._probing = Probing(probes, chunk, loss, seed)
-        self._maps: dict[Names, KroneckerMap | DiagonalMap] = {}
-        self._post: dict[Names, KroneckerMap] = {}
-        self._spectra: dict[Names, tuple[Spectrum, Spectrum | None]] = {}
-        self._last: Refresh | None = None
+        self._maps: dict[ParamNames, KroneckerMap | DiagonalMap] = {}
+        self._post_maps: dict[ParamNames, KroneckerMap] = {}
+        self._spectra: dict[ParamNames, tuple[Spectrum, Spectrum | None]] = {}
+        self._last_refresh: Refresh | None = None
 
     @property
     def name(self) -> str:
@@ -154,267 +150,263 @@ class KFC:
     def public(self) -> bool:
         return self.probe is None or self.probe.public
 
+    @property
+    def _sources(self) -> dict[str, Probe]:
+        """The probe for each factor."""
+        assert self.probe is not None
+        return self.probe.sources if isinstance(self.probe, Hybrid) else {self.factors: self.probe}
+
     def prepare(self, model: nn.Module, capture: GradientCapture) -> None:
         self.probe = infer_probe(model) if self.probe is None else self.probe
-        for source in (
-            self.probe.sources.values() if isinstance(self.probe, Hybrid) else [self.probe]
-        ):
+        for source in self._sources.values():
             self._probing.try_out(model, capture, source)
 
     def due(self, step: int) -> bool:
         return not self._maps or step % self.every == 0
 
     def probe_norms(self, model: nn.Module, capture: GradientCapture) -> Tensor | None:
-        assert self.probe is not None
         self.refresh(model, capture, 0)
-        source = (
-            next(iter(self.probe.sources.values()))
-            if isinstance(self.probe, Hybrid)
-            else self.probe
-        )
+        source = next(iter(self._sources.values()))
         return self._probing.mapped_norms(model, capture, source, self.map_of)
 
-    def map_of(self, parameters: Names) -> LinearMap:
-        return self._maps.get(parameters, IDENTITY_MAP)
+    def map_of(self, names: ParamNames) -> LinearMap:
+        return self._maps.get(names, IDENTITY_MAP)
 
-    def after_noise(self) -> dict[Names, LinearMap]:
-        return dict(self._post)
+    def after_noise(self) -> dict[ParamNames, LinearMap]:
+        return dict(self._post_maps)
 
     @property
-    def spectra(self) -> dict[Names, tuple[Spectrum, Spectrum | None]]:
-        """A, and G if the geometry uses it, of every mapped layer at the last refresh, before damping.
+    def spectra(self) -> dict[ParamNames, tuple[Spectrum, Spectrum | None]]:
+        """A_l, and G_l if the geometry uses it, of every mapped layer at the last refresh, undamped.
 
-        Only the directions that are told apart have their vectors: all of them with rank=None. Empty after a
-        checkpoint was loaded, which holds the maps alone.
+        Eigenvectors are kept only for the directions with a scale of their own: all with rank=None.
+        Empty after a checkpoint was loaded, which holds only the maps.
         """
         return dict(self._spectra)
 
     def describe(self) -> Description:
         """The maps in figures, layer by layer: print it, or ``describe().plot("geometry.png")``.
 
-        Sizes, ranks, eigenvalues, condition numbers before and after, work, memory and the time of the refresh.
-        All of it is public: it follows from the probes and from weights that private steps released. Only with
-        `Oracle` is it not, and the description says so.
+        Sizes, ranks, eigenvalues, condition numbers before and after, work, memory and the time of
+        the refresh. All of it is public: it follows from the probes and from weights that private
+        steps released. Only with `Oracle` it is not, and the description says so.
         """
         from dpkfc.app.reports.geometry_table import Settings, describe
 
-        if self._last is None and not self._maps:
-            raise PrivacyError(
-                "KFC.describe: there are no maps yet: they are built when the first batch is drawn. Call describe() "
-                "inside or after `for x, y in private.loader:`"
+        if self._last_refresh is None and not self._maps:
+            raise RuntimeError(
+                "KFC.describe: there are no maps yet: they are built when the first batch is drawn. "
+                "Call describe() inside or after `for x, y in run.loader:`"
             )
         source = "inferred" if self.probe is None else self.probe.name
         settings = Settings(
             source, self.public, self.every, self.damping, self.stability, self.power
         )
-        return describe(self._maps, self._post, self._spectra, self._last, settings)
+        return describe(self._maps, self._post_maps, self._spectra, self._last_refresh, settings)
 
     # -- the refresh
 
     def refresh(self, model: nn.Module, capture: GradientCapture, step: int) -> None:
-        assert self.probe is not None
         start = time.perf_counter()
-        names = {p: name for name, p in model.named_parameters()}
-        layers = {layer.unit: layer for layer in self._layers(capture.units, names)}
-        last = Refresh(step, tuple(name for p, name in names.items() if p.requires_grad))
-        sources = (
-            self.probe.sources if isinstance(self.probe, Hybrid) else {self.factors: self.probe}
-        )
-        calls: list[LayerCall] = []
-        for factors, source in sources.items():
-            if factors in self.factors or self.others:
-                for calls in self._probing.passes(
-                    model, capture, source, self._probing.generator(step, factors)
-                ):
-                    for unit, uses in _by_unit(calls).items():
-                        if unit in layers:
-                            with _timed(last, layers[unit]):
-                                self._add(layers[unit], uses, factors)
-        generator = self._probing.generator(step, "eigenvectors")
+        name_of = {p: name for name, p in model.named_parameters()}
+        layers = self._kronecker_layers(capture, name_of)
+        trainable = tuple(name for p, name in name_of.items() if p.requires_grad)
+        refresh = Refresh(step, trainable)
+        calls = self._add_probes(model, capture, step, layers, refresh)
         reference = next(p for p in model.parameters() if p.is_floating_point())
-        like = torch.empty(
-            0, dtype=torch.promote_types(reference.dtype, torch.float32), device=reference.device
-        )
-        maps: dict[Names, KroneckerMap | DiagonalMap] = {}
-        self._post, self._spectra = {}, {}
+        dtype = torch.promote_types(reference.dtype, torch.float32)
+        like = torch.empty(0, dtype=dtype, device=reference.device)
+        generator = self._probing.generator(step, "eigenvectors")
+        maps: dict[ParamNames, KroneckerMap | DiagonalMap] = {}
+        self._post_maps, self._spectra = {}, {}
         with torch.no_grad():
             for layer in layers.values():
-                if layer.a_count:  # a layer that the model did not use is left as it is
-                    with _timed(last, layer):
-                        maps[layer.names] = self._map(layer, like, generator)
-            self._scale_others(maps, calls, names, capture)
-        capture.recycle()
-        last.seconds = time.perf_counter() - start
-        self._maps, self._last = maps, last
+                if layer.a_count:  # a layer that the model did not use keeps its gradient as it is
+                    with _timed(refresh, layer):
+                        maps[layer.names] = self._build_map(layer, like, generator)
+            self._scale_others(maps, calls, name_of, capture)
+        capture.release_workspaces()
+        refresh.seconds = time.perf_counter() - start
+        self._maps, self._last_refresh = maps, refresh
 
-    def _layers(self, units: Iterable[HookedModule], names: dict[nn.Parameter, str]) -> list[Layer]:
-        found = []
-        for unit in units:
-            trainable = [key for key, p in unit.parameters.items() if p.requires_grad]
-            layer = _layer(unit, trainable, tuple(names[unit.parameters[key]] for key in trainable))
+    def _kronecker_layers(
+        self, capture: GradientCapture, name_of: dict[nn.Parameter, str]
+    ) -> dict[HookedModule, KroneckerLayer]:
+        layers = {}
+        for hooked in capture.hooked_modules:
+            layer = _kronecker_layer(hooked, name_of)
             if layer is not None and max(layer.sizes()[: len(self.factors)]) <= self.max_factor:
-                found.append(layer)
-        return found
+                layers[hooked] = layer
+        return layers
 
-    def _add(self, layer: Layer, uses: list[LayerCall], factors: str) -> None:
-        """Add one pass to the factors of a layer; several uses of it are positions side by side."""
+    def _add_probes(
+        self,
+        model: nn.Module,
+        capture: GradientCapture,
+        step: int,
+        layers: dict[HookedModule, KroneckerLayer],
+        refresh: Refresh,
+    ) -> list[LayerCall]:
+        """Add all probes to the moments of the layers; returns the calls of the last pass."""
+        calls: list[LayerCall] = []
+        for factors, source in self._sources.items():
+            if factors in self.factors or self.others:
+                generator = self._probing.generator(step, factors)
+                for calls in self._probing.passes(model, capture, source, generator):
+                    for hooked, uses in _by_module(calls).items():
+                        if hooked in layers:
+                            with _timed(refresh, layers[hooked]):
+                                self._add_to_moments(layers[hooked], uses, factors)
+        return calls
+
+    def _add_to_moments(self, layer: KroneckerLayer, uses: list[LayerCall], factors: str) -> None:
+        """Add one pass; several uses of a layer are positions side by side."""
         with torch.no_grad():
-            a, delta = (
-                torch.cat(parts, 1)
-                for parts in zip(*(_positions(layer, use) for use in uses), strict=True)
-            )
+            vectors = zip(*(layer.form.vectors(use) for use in uses), strict=True)
+            a, delta = (torch.cat(parts, 1) for parts in vectors)
             batch = len(a)
             if self.approx == "reduce":
                 a, delta = a.mean(1, keepdim=True), delta.sum(1, keepdim=True)
             if "A" in factors:
                 if layer.bias:
                     a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1)
-                layer.a.add(_by_group(a))
+                layer.a_moment.add(_by_group(a))
                 layer.a_count += batch * a.shape[1]
             if "G" in factors and "G" in self.factors:
-                layer.g.add(_by_group(delta))
+                layer.g_moment.add(_by_group(delta))
                 layer.g_count += batch
 
-    def _map(self, layer: Layer, like: Tensor, generator: torch.Generator) -> KroneckerMap:
-        settings = self.damping, self.stability, like
-        for moment in (layer.a, layer.g):
+    def _build_map(
+        self, layer: KroneckerLayer, like: Tensor, generator: torch.Generator
+    ) -> KroneckerMap:
+        damping = self.damping, self.stability, like
+        for moment in (layer.a_moment, layer.g_moment):
             if not moment.finite():
                 raise diverged(layer.names[0])
-        a = layer.a.spectrum(layer.a_count, self._rank_of(layer.sizes()[0]), generator)
-        left, g = None, None
+        a_size, g_size = layer.sizes()
+        a = layer.a_moment.spectrum(layer.a_count, self._rank_of(a_size), generator)
+        g_root, g = None, None
         if layer.g_count:
-            g = layer.g.spectrum(layer.g_count, self._rank_of(layer.sizes()[1]), generator)
-            left = g.root(self.power, *settings, bias=False)
-        right = a.root(self.power, *settings, bias=layer.bias)
-        shape = (layer.inputs, layer.outputs, layer.groups, layer.transposed)
+            g = layer.g_moment.spectrum(layer.g_count, self._rank_of(g_size), generator)
+            g_root = g.root(self.power, *damping, bias=False)
+        a_root = a.root(self.power, *damping, bias=layer.bias)
+        adapter = layer.hooked.adapter
+        shape = (
+            layer.inputs,
+            layer.outputs,
+            layer.groups,
+            adapter is not None and adapter.transposed,
+        )
         if self.post:
-            after = a.trace_keeping_root(self.post, *settings, bias=layer.bias)
-            self._post[layer.names] = KroneckerMap(None, after, *shape)
+            post_root = a.trace_keeping_root(self.post, *damping, bias=layer.bias)
+            self._post_maps[layer.names] = KroneckerMap(None, post_root, *shape)
         self._spectra[layer.names] = (a, g)
-        return KroneckerMap(left, right, *shape)
+        return KroneckerMap(g_root, a_root, *shape)
 
     def _rank_of(self, size: int) -> int | None:
         return None if self.rank is None or 2 * self.rank >= size else self.rank
 
     def _scale_others(
         self,
-        maps: dict[Names, KroneckerMap | DiagonalMap],
+        maps: dict[ParamNames, KroneckerMap | DiagonalMap],
         calls: list[LayerCall],
-        names: dict[nn.Parameter, str],
+        name_of: dict[nn.Parameter, str],
         capture: GradientCapture,
     ) -> None:
-        """Give what has no Kronecker form the mean squared entry that mapped gradients have on the probes."""
-        covered = {name for key in maps for name in key}
-        rest = {p for p, name in names.items() if p.requires_grad and name not in covered}
+        """Scale parameters without a Kronecker form to the mean squared entry of mapped gradients."""
+        covered = {name for names in maps for name in names}
+        rest = [p for p, name in name_of.items() if p.requires_grad and name not in covered]
         if self.others is None or self.power == 0 or not rest or not calls:
             return
-        forms = {tuple(names[p] for p in slot): form for slot, form in gradients(calls).items()}
-        sizes = {name: p.numel() for p, name in names.items()}
-        batch, transposed = calls[0].batch, {names[p] for p in transposed_weights(capture)}
-        mapped = [key for key in forms if key in maps]
-        energy = sum(float(forms[key].squared_norms(maps[key]).sum()) for key in mapped) / batch
+        grads = {
+            tuple(name_of[p] for p in key): grad for key, grad in combined_grads(calls).items()
+        }
+        sizes = {name: p.numel() for p, name in name_of.items()}
+        batch = calls[0].batch_size
+        transposed = {name_of[p] for p in transposed_weights(capture)}
+        mapped = [names for names in grads if names in maps]
+        energy = sum(float(grads[names].squared_norms(maps[names]).sum()) for names in mapped)
+        energy /= batch
         if not math.isfinite(energy):
             raise diverged("the mapped layers")
-        entries = sum(sizes[name] for key in mapped for name in key)
-        means: dict[Names, float] = {}
-        moments: dict[Names, list[Tensor]] = {}
-        for key in (key for key in forms if key not in maps):
+        entries = sum(sizes[name] for names in mapped for name in names)
+        means: dict[ParamNames, float] = {}
+        moments: dict[ParamNames, list[Tensor]] = {}
+        for names in (names for names in grads if names not in maps):
             if self.others == "diagonal":
-                moments[key] = [s / batch for s in forms[key].squares()]
-                means[key] = mean_of(moments[key], key)
+                moments[names] = [s / batch for s in grads[names].sum_of_squares()]
+                means[names] = mean_entry(moments[names], names)
             else:
-                total = float(forms[key].squared_norms(IDENTITY_MAP).sum())
+                total = float(grads[names].squared_norms(IDENTITY_MAP).sum())
                 if not math.isfinite(total):
-                    raise diverged(key[0])
-                means[key] = total / batch / sum(sizes[name] for name in key)
-        means = {key: mean for key, mean in means.items() if mean > 0}
+                    raise diverged(names[0])
+                means[names] = total / batch / sum(sizes[name] for name in names)
+        means = {names: mean for names, mean in means.items() if mean > 0}
         if not means or (entries and energy <= 0):
             return
         target = energy / entries if entries else sum(means.values()) / len(means)
-        for key, mean in means.items():
+        for names, mean in means.items():
             if self.others == "scalar":
-                maps[key] = DiagonalMap((target / mean) ** (self.power / 2))
+                maps[names] = DiagonalMap((target / mean) ** (self.power / 2))
             else:
                 floor = max(self.damping, ENTRY_DAMPING) * mean
-                scales = [((m + floor) / target) ** (-self.power / 2) for m in moments[key]]
-                maps[key] = DiagonalMap(scales, key[0] in transposed)
+                scales = [((m + floor) / target) ** (-self.power / 2) for m in moments[names]]
+                maps[names] = DiagonalMap(scales, names[0] in transposed)
 
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
+        kronecker = {n: m for n, m in self._maps.items() if isinstance(m, KroneckerMap)}
+        scaled = {n: m for n, m in self._maps.items() if isinstance(m, DiagonalMap)}
         return {
-            "kronecker": {
-                "|".join(k): m.state() for k, m in self._maps.items() if isinstance(m, KroneckerMap)
-            },
-            "scaled": {
-                "|".join(k): m.state() for k, m in self._maps.items() if isinstance(m, DiagonalMap)
-            },
-            "post": {"|".join(k): m.state() for k, m in self._post.items()},
+            "kronecker": {"|".join(names): m.state() for names, m in kronecker.items()},
+            "scaled": {"|".join(names): m.state() for names, m in scaled.items()},
+            "post": {"|".join(names): m.state() for names, m in self._post_maps.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._maps = {
-            tuple(key.split("|")): kronecker_from(one) for key, one in state["kronecker"].items()
+        maps: dict[ParamNames, KroneckerMap | DiagonalMap] = {}
+        for names, fields in state["kronecker"].items():
+            maps[tuple(names.split("|"))] = kronecker_from(fields)
+        for names, fields in state["scaled"].items():
+            maps[tuple(names.split("|"))] = DiagonalMap(**fields)
+        self._maps = maps
+        self._post_maps = {
+            tuple(names.split("|")): kronecker_from(fields)
+            for names, fields in state["post"].items()
         }
-        self._maps |= {
-            tuple(key.split("|")): DiagonalMap(**one) for key, one in state["scaled"].items()
-        }
-        self._post = {
-            tuple(key.split("|")): kronecker_from(one) for key, one in state["post"].items()
-        }
-        self._spectra, self._last = {}, None  # a checkpoint holds the maps alone
-
-
-ENTRY_DAMPING = (
-    1e-2  # of a diagonal map, relative to the mean: most entries of an embedding see no probe
-)
+        # a checkpoint holds only the maps
+        self._spectra, self._last_refresh = {}, None
 
 
 @contextlib.contextmanager
-def _timed(last: Refresh, layer: Layer) -> Iterator[None]:
+def _timed(refresh: Refresh, layer: KroneckerLayer) -> Iterator[None]:
     start = time.perf_counter()
     yield
-    last.layer_seconds[layer.names] = (
-        last.layer_seconds.get(layer.names, 0.0) + time.perf_counter() - start
-    )
+    before = refresh.layer_seconds.get(layer.names, 0.0)
+    refresh.layer_seconds[layer.names] = before + time.perf_counter() - start
 
 
-def _by_unit(calls: list[LayerCall]) -> dict[HookedModule, list[LayerCall]]:
-    found: dict[HookedModule, list[LayerCall]] = {}
-    for made in calls:
-        found.setdefault(made.unit, []).append(made)
-    return found
+def _by_module(calls: list[LayerCall]) -> dict[HookedModule, list[LayerCall]]:
+    uses: dict[HookedModule, list[LayerCall]] = {}
+    for call in calls:
+        uses.setdefault(call.hooked, []).append(call)
+    return uses
 
 
-def _layer(unit: HookedModule, trainable: list[str], names: Names) -> Layer | None:
-    """The Kronecker form of a unit, if it has one: a matrix product over positions, with a trainable weight."""
-    module = unit.module
-    if unit.kind != "layer" or not unit.joint or "weight" not in trainable:
+def _kronecker_layer(
+    hooked: HookedModule, name_of: dict[nn.Parameter, str]
+) -> KroneckerLayer | None:
+    """The Kronecker form of a layer with a trainable weight of its own, if it has one."""
+    trainable = [key for key, p in hooked.params.items() if p.requires_grad]
+    form = None if hooked.adapter is None else hooked.adapter.kronecker
+    if hooked.kind != "layer" or hooked.shared or "weight" not in trainable or form is None:
         return None
-    bias = "bias" in trainable
-    names = tuple(sorted(names, key=lambda name: name.endswith("bias")))
-    weight = unit.parameters["weight"]
-    if isinstance(module, Conv):
-        out, *inner = weight.shape
-        return Layer(
-            names, unit, module.groups, math.prod(inner), out // module.groups, bias, False
-        )
-    if unit.handler is linear:
-        return Layer(names, unit, 1, weight.shape[1], weight.shape[0], bias, False)
-    if unit.handler is conv1d_of_transformers:
-        return Layer(names, unit, 1, weight.shape[0], weight.shape[1], bias, True)
-    return None
-
-
-def _positions(layer: Layer, use: LayerCall) -> tuple[Tensor, Tensor]:
-    """a and δ of one use as [batch, T, groups, features]."""
-    module, a, delta, batch = layer.unit.module, use.a, use.delta, use.batch
-    assert a is not None
-    if isinstance(module, Conv):
-        a = patches(module, pad_input(module, a)).reshape(batch, -1, layer.groups, layer.inputs)
-        delta = delta.flatten(2).transpose(1, 2).reshape(batch, -1, layer.groups, layer.outputs)
-        return a, delta
-    return as_positions(a, batch).unsqueeze(2), as_positions(delta, batch).unsqueeze(2)
+    names = [name_of[hooked.params[key]] for key in trainable]
+    names.sort(key=lambda name: name.endswith("bias"))
+    return KroneckerLayer(
+        tuple(names), hooked, form, *form.shape(hooked.module), bias="bias" in trainable
+    )
 
 
 def _by_group(x: Tensor) -> Tensor:
@@ -422,19 +414,20 @@ def _by_group(x: Tensor) -> Tensor:
     return x.flatten(0, 1).transpose(0, 1)
 
 
-def _check_options(given: dict[str, Any]) -> None:
+def _check_options(arguments: dict[str, Any]) -> None:
     for name, allowed in {
         "factors": ("A", "AG"),
         "approx": ("expand", "reduce"),
         "others": ("scalar", "diagonal", None),
     }.items():
-        if given[name] not in allowed:
-            raise PrivacyError(
-                f"KFC: {name}={given[name]!r}: must be one of {', '.join(map(repr, allowed))}"
-            )
+        if arguments[name] not in allowed:
+            choices = ", ".join(map(repr, allowed))
+            raise ValueError(f"KFC: {name}={arguments[name]!r}: must be one of {choices}")
     whole = ("every", "probes", "rank", "max_factor", "chunk")
-    check_numbers("KFC", given, whole, real=("damping", "stability", "power", "post"))
-    if given["probe"] is not None and not hasattr(given["probe"], "draw"):
-        raise PrivacyError(
-            f"KFC: probe={type(given['probe']).__name__}: pass a probe such as dpkfc.probes.PinkNoise(shape=(1, 28, 28))"
+    check_numbers("KFC", arguments, whole, real=("damping", "stability", "power", "post"))
+    probe = arguments["probe"]
+    if probe is not None and not hasattr(probe, "draw"):
+        raise TypeError(
+            f"KFC: probe={type(probe).__name__}: pass a probe such as "
+            "dpkfc.probes.PinkNoise(shape=(1, 28, 28))"
         )

@@ -1,7 +1,7 @@
-"""One forward and backward pass over synthetic inputs, at the current weights (Algorithm 1, lines 3 to 6).
+"""Forward and backward passes over probes at the current weights (Algorithm 1, lines 3 to 6).
 
-Everything here receives the model and a generator of its own; no private record, batch size or statistic reaches
-it. The pass leaves no trace: global generators, buffers and gradients are as before.
+Everything here receives the model and its own generator; no private record, batch size or statistic
+reaches it. Passes have no side effects: global generators, buffers and gradients are restored.
 """
 
 from __future__ import annotations
@@ -15,18 +15,24 @@ import torch
 from torch import Tensor, nn
 
 from dpkfc.errors import PrivacyError
-from dpkfc.geometry.identity import IDENTITY_MAP, LinearMap
-from dpkfc.per_sample.capture import GradientCapture, LayerCall, ParamKey
-from dpkfc.per_sample.record import PerSampleGrad, join
+from dpkfc.geometry.base import ParamNames
+from dpkfc.per_sample.base import LayerCall, LinearMap, ParamKey, PerSampleGrad
+from dpkfc.per_sample.capture import GradientCapture
+from dpkfc.per_sample.combine import combine
 from dpkfc.probes.probe import Probe, call, split, tensors, to
 from dpkfc.probes.targets import Loss, probe_losses
 
 
 @dataclass(frozen=True)
 class Probing:
-    """How a network is probed: `count` inputs, in passes of at most `chunk` (by default a quarter of them).
+    """How a network is probed.
 
-    In several passes the probes need less memory than a batch of as many records.
+    Args:
+        count: the number of probes; None: what the probe recommends.
+        chunk: probes per pass, by default a quarter of them, so that probing needs less memory than
+            a batch of as many records.
+        loss: of the probes.
+        seed: of the probes; public.
     """
 
     count: int | None
@@ -35,43 +41,50 @@ class Probing:
     seed: int
 
     def generator(self, step: int, purpose: str) -> torch.Generator:
-        """A generator for one purpose at one step: a resumed run draws the same probes."""
+        """A generator for one purpose at one step, so that a resumed run draws the same probes."""
         digest = hashlib.sha256(f"dpkfc probes {self.seed} {step} {purpose}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
     def try_out(self, model: nn.Module, capture: GradientCapture, probe: Probe) -> None:
-        """Two probes through the model: a probe that does not fit is refused before anything is spent."""
+        """Run two probes, so that a probe that does not fit is refused before any budget is spent."""
+        generator = self.generator(0, "trial")
         try:
-            for _ in replace(self, count=2).passes(
-                model, capture, probe, self.generator(0, "trial")
-            ):
+            for _ in replace(self, count=2).passes(model, capture, probe, generator):
                 pass
         except PrivacyError:
             raise
         except Exception as problem:
-            shapes = [
-                list(x.shape[1:]) for x in tensors(probe.draw(1, self.generator(0, "trial")).inputs)
-            ]
-            raise PrivacyError(
+            inputs = probe.draw(1, self.generator(0, "trial")).inputs
+            shapes = ", ".join(str(list(x.shape[1:])) for x in tensors(inputs))
+            raise ValueError(
                 f"the model does not run on the probe ({probe.name}), whose inputs have the shape "
-                f"{', '.join(map(str, shapes))}: {problem}. Give the probe the shape of the model's own inputs, and "
-                "the geometry the loss= that fits its outputs"
+                f"{shapes}: {problem}. Give the probe the shape of the model's own inputs, and give "
+                "the geometry the loss= that fits the model's outputs"
             ) from problem
 
     def passes(
-        self, model: nn.Module, capture: GradientCapture, probe: Probe, generator: torch.Generator
+        self,
+        model: nn.Module,
+        capture: GradientCapture,
+        probe: Probe,
+        generator: torch.Generator,
     ) -> Iterator[list[LayerCall]]:
-        """The calls (a, δ) of every unit, pass by pass. δ belongs to the *sum* of the losses: it is per sample."""
+        """The layer calls (a, δ), pass by pass.
+
+        δ is the gradient of the *sum* of the losses, so that it is per sample.
+        """
         reference = next(p for p in model.parameters() if p.is_floating_point())
-        probes = to(
-            probe.draw(self.count or probe.count, generator), reference.device, reference.dtype
-        )
+        probes = probe.draw(self.count or probe.count, generator)
+        probes = to(probes, reference.device, reference.dtype)
         for part in split(probes, self.chunk or -(-len(probes) // 4)):
-            with _no_trace(model, generator), capture.recording() as calls, torch.enable_grad():
+            with (
+                _without_side_effects(model, generator),
+                capture.recording() as calls,
+                torch.enable_grad(),
+            ):
                 output = call(model, part.inputs)
-                losses = probe_losses(
-                    self.loss, output, part, generator, getattr(probe, "classes", None)
-                )
+                classes = getattr(probe, "classes", None)
+                losses = probe_losses(self.loss, output, part, generator, classes)
                 losses.sum().backward()
             yield calls
 
@@ -80,25 +93,24 @@ class Probing:
         model: nn.Module,
         capture: GradientCapture,
         probe: Probe,
-        map_of: Callable[[tuple[str, ...]], LinearMap],
+        map_of: Callable[[ParamNames], LinearMap],
     ) -> Tensor:
-        """``‖U g‖`` of every probe at the present weights."""
+        """``‖U g‖`` of every probe at the current weights."""
         names = {p: name for name, p in model.named_parameters()}
         norms = []
         for calls in self.passes(model, capture, probe, self.generator(0, "clip")):
             with torch.no_grad():
-                forms = gradients(calls).items()
                 squared = [
-                    form.squared_norms(map_of(tuple(names[p] for p in slot)))
-                    for slot, form in forms
+                    grad.squared_norms(map_of(tuple(names[p] for p in key)))
+                    for key, grad in combined_grads(calls).items()
                 ]
                 norms.append(torch.stack(squared).sum(0).sqrt())
         return torch.cat(norms)
 
 
 @contextlib.contextmanager
-def _no_trace(model: nn.Module, generator: torch.Generator) -> Iterator[None]:
-    """Dropout draws from `generator`; buffers and the global generators are afterwards as they were."""
+def _without_side_effects(model: nn.Module, generator: torch.Generator) -> Iterator[None]:
+    """Dropout draws from `generator`; buffers and global generators are restored."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     device = next(model.parameters()).device
     others = [device] if device.type == "cuda" else []
@@ -110,18 +122,18 @@ def _no_trace(model: nn.Module, generator: torch.Generator) -> Iterator[None]:
             buffer.copy_(before)
 
 
-def gradients(calls: list[LayerCall]) -> dict[ParamKey, PerSampleGrad]:
-    """The per-sample gradients of one pass."""
-    forms: dict[ParamKey, list[PerSampleGrad]] = {}
-    for made in calls:
-        for slot, form in made.gradients(lambda slot: IDENTITY_MAP):
-            forms.setdefault(slot, []).append(form)
-    return {slot: join(uses) for slot, uses in forms.items()}
+def combined_grads(calls: list[LayerCall]) -> dict[ParamKey, PerSampleGrad]:
+    """The per-sample gradients of one pass, without preconditioner."""
+    uses: dict[ParamKey, list[PerSampleGrad]] = {}
+    for layer_call in calls:
+        for key, grad in layer_call.per_sample_grads().items():
+            uses.setdefault(key, []).append(grad)
+    return {key: combine(grads) for key, grads in uses.items()}
 
 
 def diverged(where: str) -> PrivacyError:
-    """What to raise where probing gave values that are not finite."""
+    """The error to raise where probing gave values that are not finite."""
     return PrivacyError(
-        f"probing the network gave values that are not finite at '{where}': its weights have diverged. Lower the "
-        "learning rate or the clip and start again from the last checkpoint"
+        f"probing the network gave values that are not finite at '{where}': its weights have "
+        "diverged. Use a smaller learning rate or clip, and start again from the last checkpoint"
     )

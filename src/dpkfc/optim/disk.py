@@ -54,9 +54,7 @@ class DiSK(Optimizer):
         self.gradients_a_step = (
             1 if gamma is None or abs(gamma - ahead) < 1e-12 or kappa == 1 else 2
         )
-        self.joined: Callable[[], AbstractContextManager[None]] = (
-            nullcontext  # that of the run, set by make_private
-        )
+        self._accumulate_per_sample: Callable[[], AbstractContextManager[None]] = nullcontext
         super().__init__(
             optimizer.param_groups, {}
         )  # the same dictionaries, so schedulers reach both
@@ -70,6 +68,10 @@ class DiSK(Optimizer):
             )
             self.optimizer.set_noise_variance(left, why_unknown)
 
+    def bind_run(self, accumulate_per_sample: Callable[[], AbstractContextManager[None]]) -> None:
+        """Called by `make_private`: see `optim.base.RunAware`."""
+        self._accumulate_per_sample = accumulate_per_sample
+
     def backward(self, closure: Callable[[], Tensor]) -> Tensor:
         """The gradients of ``closure()``, the loss of the batch: at one point, or at two, combined record by record."""
         if self.gradients_a_step == 1:
@@ -77,7 +79,7 @@ class DiSK(Optimizer):
             loss.backward()
             return loss.detach()
         share = (1 - self.kappa) / (self.kappa * self.gamma)
-        with self.joined():
+        with self._accumulate_per_sample():
             loss = closure()
             ((1 - share) * loss).backward()
             with self._at(lambda state: state["iterate"].add(state["move"], alpha=self.gamma)):

@@ -1,114 +1,89 @@
-"""Which part of the model accounts for which parameters: every trainable parameter in exactly one way.
-
-A layer with a fast path is a unit. Parameters that a container owns itself (a ViT's `cls_token` and
-`pos_embed`) are expanded to one copy a sample if their leading size is 1, as broadcasting over the batch
-has it; any other module that owns parameters is run whole under vmap.
-"""
+"""Which kinds of layers have a fast path: one adapter per kind, built in or registered by the user."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Literal
-
 from torch import nn
 
-from dpkfc.errors import PrivacyError
-from dpkfc.per_sample.layers import conv, embedding, linear
-from dpkfc.per_sample.layers import norm as affine
-from dpkfc.per_sample.layers.linear import Slots
-from dpkfc.per_sample.record import Use, Workspace
+from dpkfc.per_sample.base import KroneckerForm, LayerAdapter, LayerCall
 
-Handler = Callable[[Use], Slots]
+__all__ = ["KroneckerForm", "LayerAdapter", "LayerCall", "adapter_for", "register_layer"]
 
-FAST: dict[type[nn.Module], Handler] = {
-    nn.Linear: linear.linear,
-    nn.Conv1d: conv.conv,
-    nn.Conv2d: conv.conv,
-    nn.Conv3d: conv.conv,
-    nn.Embedding: embedding.embedding,
-    nn.LayerNorm: affine.over_features,
-    nn.RMSNorm: affine.over_features,
-    nn.GroupNorm: affine.over_channels,
-    nn.InstanceNorm1d: affine.over_channels,
-    nn.InstanceNorm2d: affine.over_channels,
-    nn.InstanceNorm3d: affine.over_channels,
-}
+_adapters: dict[type[nn.Module] | str, LayerAdapter] = {}
+_built_in: set[type[nn.Module] | str] = set()
 
 
-@dataclass(eq=False)
-class HookedModule:
-    """A module and the parameters it accounts for, by their names inside the module."""
+def register_layer(kind: type[nn.Module] | str, adapter: LayerAdapter) -> None:
+    """Give a kind of layer a fast path for its per-sample gradients.
 
-    name: str
-    module: nn.Module
-    kind: Literal["layer", "expanded", "vmap"]
-    parameters: dict[str, nn.Parameter]
-    handler: Handler | None = None
-    joint: bool = True  # no parameter is shared with another unit
-    workspace: Workspace = field(default_factory=Workspace)
-    lent: list[dict[str, nn.Parameter]] = field(
-        default_factory=list
-    )  # what each running call took away
+    A module without an adapter runs under `torch.vmap`, which is exact and slower. An adapter is used
+    for modules of exactly this class, and of subclasses that do not override ``forward``.
 
+    Args:
+        kind: the class; or its qualified name ("package.module.Class"), if the package should not be
+            imported for it.
+        adapter: how the layer's inputs and output gradients become per-sample gradients.
 
-def fast_handler(module: nn.Module) -> Handler | None:
-    """The fast path of exactly this layer: a subclass with its own forward, or a parametrized weight, has none."""
-    for kind, handler in FAST.items():
-        if isinstance(module, kind) and type(module).forward is kind.forward:
-            registered = {name for name, p in module._parameters.items() if p is not None}
-            expected = {
-                name for name in ("weight", "bias") if getattr(module, name, None) is not None
-            }
-            return (
-                handler
-                if registered == expected and not any(True for _ in module.children())
-                else None
-            )
-    if (
-        type(module).__name__ == "Conv1D"
-        and type(module).__module__ == "transformers.pytorch_utils"
-    ):
-        return linear.conv1d_of_transformers
-    return None
+    Raises:
+        TypeError: `kind` is not a module class, or `adapter` is not a `LayerAdapter`.
+        ValueError: the kind already has an adapter.
 
+    **Guarantee.** Clipping relies on the adapter: a gradient that is measured too small would exceed
+    the clip. So the library compares each adapter that it does not ship with autograd, at the first
+    call of every layer and again at a few secretly chosen steps, before anything is released, and
+    raises `PrivacyError` if measured norms or sums differ.
 
-def partition(model: nn.Module, vmap_modules: Iterable[str] = ()) -> list[HookedModule]:
-    """Split the model into units; `vmap_modules` names modules to be run whole under vmap."""
-    vmap_modules = set(vmap_modules)
-    unknown = vmap_modules - {name for name, _ in model.named_modules()}
-    if unknown:
-        raise PrivacyError(
-            f"vmap_modules names no module of the model: {', '.join(sorted(unknown))}"
+    >>> import torch, dpkfc
+    >>> from dpkfc.per_sample.dense import DenseGrad
+    >>> from dpkfc.per_sample.registry import LayerAdapter
+    >>> class Scale(torch.nn.Module):
+    ...     def __init__(self, features):
+    ...         super().__init__()
+    ...         self.weight = torch.nn.Parameter(torch.ones(features))
+    ...
+    ...     def forward(self, x):
+    ...         return self.weight * x
+    >>> def scale_grads(call):
+    ...     return {("weight",): DenseGrad([call.backprops * call.activations])}
+    >>> dpkfc.register_layer(Scale, LayerAdapter(scale_grads, params=("weight",)))
+    """
+    if not (isinstance(kind, str) or (isinstance(kind, type) and issubclass(kind, nn.Module))):
+        raise TypeError(f"register_layer: {kind!r} is neither a torch.nn.Module class nor its name")
+    if not isinstance(adapter, LayerAdapter):
+        raise TypeError(f"register_layer: adapter is {type(adapter).__name__}: give a LayerAdapter")
+    if kind in _adapters:
+        name = kind if isinstance(kind, str) else kind.__name__
+        raise ValueError(
+            f"register_layer: {name} already has an adapter. Register a subclass instead"
         )
-    units = list(_walk(model, "", vmap_modules, set()))
-    uses = Counter(id(p) for unit in units for p in unit.parameters.values())
-    for unit in units:
-        unit.joint = all(uses[id(p)] == 1 for p in unit.parameters.values())
-    return units
+    _adapters[kind] = adapter
 
 
-def _walk(
-    module: nn.Module, name: str, vmap_modules: set[str], seen: set[nn.Module]
-) -> Iterator[HookedModule]:
-    if module in seen:
-        return
-    seen.add(module)
-    own = {key: p for key, p in module._parameters.items() if p is not None}
-    handler = None if name in vmap_modules else fast_handler(module)
-    if handler is not None:
-        if own:
-            yield HookedModule(name, module, "layer", own, handler)
-        return
-    broadcast = all(p.dim() > 1 and p.shape[0] == 1 for p in own.values()) and any(
-        True for _ in module.children()
-    )
-    if name in vmap_modules or (own and not broadcast):
-        seen.update(module.modules())
-        yield HookedModule(name, module, "vmap", dict(module.named_parameters()))
-        return
-    if own:
-        yield HookedModule(name, module, "expanded", own)
-    for child_name, child in module.named_children():
-        yield from _walk(child, f"{name}.{child_name}" if name else child_name, vmap_modules, seen)
+def adapter_for(module: nn.Module) -> tuple[LayerAdapter | None, bool]:
+    """The adapter for exactly this module, and whether it is built in.
+
+    A subclass with its own forward, a parametrized weight, or a child module has none.
+    """
+    for kind, adapter in _adapters.items():
+        if _matches(module, kind):
+            fits = _owns_only(module, adapter.params) and not any(True for _ in module.children())
+            return (adapter if fits else None), kind in _built_in
+    return None, True
+
+
+def mark_built_in() -> None:
+    """All adapters registered so far are the library's own, which its tests compare with autograd."""
+    _built_in.update(_adapters)
+
+
+def _matches(module: nn.Module, kind: type[nn.Module] | str) -> bool:
+    if isinstance(kind, str):
+        return f"{type(module).__module__}.{type(module).__qualname__}" == kind
+    return isinstance(module, kind) and type(module).forward is kind.forward
+
+
+def _owns_only(module: nn.Module, names: tuple[str, ...] | None) -> bool:
+    """A parametrized weight is an attribute of the module but not among its own parameters."""
+    if names is None:
+        return True
+    owned = {name for name, p in module._parameters.items() if p is not None}
+    return owned == {name for name in names if getattr(module, name, None) is not None}

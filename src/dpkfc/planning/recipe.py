@@ -32,7 +32,7 @@ from dpkfc.accounting.rounding import round_up
 from dpkfc.app.reports.text import as_text
 from dpkfc.engine.checks import check_model
 from dpkfc.errors import PrivacyError
-from dpkfc.geometry.identity import Geometry
+from dpkfc.geometry.base import Geometry
 from dpkfc.geometry.kfc import KFC
 from dpkfc.noise.independent import Independent
 from dpkfc.noise.toeplitz import BandedToeplitz

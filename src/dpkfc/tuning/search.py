@@ -35,6 +35,7 @@ from torch import Tensor
 
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.app.reports.text import as_text
+from dpkfc.engine.lineage import steps_of_all_runs
 from dpkfc.engine.run import PrivateRun
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.grid import round_to_grid_, spacing
@@ -361,11 +362,11 @@ def _try(
 @contextmanager
 def _counted(study: Study, trial: Trial, begun: bool = False) -> Iterator[None]:
     """An error counts as a try that lost, unless it came before the first step: then it is about the set-up."""
-    steps = PrivateRun.all_steps
+    steps = steps_of_all_runs()
     try:
         yield
     except Exception as error:
-        if isinstance(error, PrivacyError) and PrivateRun.all_steps == steps and not begun:
+        if isinstance(error, PrivacyError) and steps_of_all_runs() == steps and not begun:
             raise
         study.tell(trial, state=_optuna().trial.TrialState.FAIL)
         error.add_note(

@@ -18,7 +18,6 @@ import dpkfc
 from dpkfc.app.reports.geometry_table import Description, FactorRow
 from dpkfc.geometry import factors
 from dpkfc.per_sample.capture import GradientCapture
-from dpkfc.per_sample.registry import partition
 
 PROBES = 12
 SETTINGS = {
@@ -47,7 +46,7 @@ def images() -> Tensor:
 
 
 def refreshed(model: nn.Module, geometry: dpkfc.KFC, step: int = 0) -> dpkfc.KFC:
-    capture = GradientCapture(model, partition(model))
+    capture = GradientCapture(model)
     try:
         geometry.refresh(model, capture, step)
     finally:
@@ -142,10 +141,10 @@ def test_figures_equal_those_of_dense_matrices(kind: str) -> None:
         )
         levels = settings["damping"], settings["stability"]
         assert row.kind == "Kronecker" and row.a is not None
-        check(row.a, rule.right_root, right, *levels)  # type: ignore[attr-defined]
+        check(row.a, rule.a_root, right, *levels)  # type: ignore[attr-defined]
         assert (row.g is not None) == ("G" in settings["factors"])
         if row.g is not None:
-            check(row.g, rule.left_root, left, *levels)  # type: ignore[attr-defined]
+            check(row.g, rule.g_root, left, *levels)  # type: ignore[attr-defined]
         assert row.seconds is not None and row.seconds > 0
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dpkfc.app.reports.text import as_text
 from dpkfc.geometry.diagonal import DiagonalMap
-from dpkfc.geometry.factors import Full, Root, Spectrum, condition
+from dpkfc.geometry.factors import FullRoot, Root, Spectrum, condition
 from dpkfc.geometry.kronecker import KroneckerMap
 
 if TYPE_CHECKING:
@@ -222,10 +222,10 @@ def _kronecker(
     seconds: float | None,
 ) -> LayerRow:
     inputs = rule.inputs + len(names) - 1  # the bias is one more
-    a = _factor(rule.right_root, rule.groups, inputs, spectra[0], settings)
-    known = rule.left_root is not None or spectra[1] is not None
-    g = _factor(rule.left_root, rule.groups, rule.outputs, spectra[1], settings) if known else None
-    after = None if post is None else _factor(post.right_root, rule.groups, inputs, None, settings)
+    a = _factor(rule.a_root, rule.groups, inputs, spectra[0], settings)
+    known = rule.g_root is not None or spectra[1] is not None
+    g = _factor(rule.g_root, rule.groups, rule.outputs, spectra[1], settings) if known else None
+    after = None if post is None else _factor(post.a_root, rule.groups, inputs, None, settings)
     memory = sum(factor.memory for factor in (a, g, after) if factor is not None)
     name = names[0].rpartition(".")[0] or names[0]
     return LayerRow(name, "Kronecker", a, g, after, memory=memory, seconds=seconds)
@@ -237,7 +237,7 @@ def _factor(
     spectrum = None if known is None else _eigenvalues(known, settings, mapped=root is not None)
     if root is None:
         return FactorRow(groups, size, 0, "none", 0, 0, spectrum)
-    form: Literal["full", "low rank"] = "full" if isinstance(root, Full) else "low rank"
+    form: Literal["full", "low rank"] = "full" if isinstance(root, FullRoot) else "low rank"
     return FactorRow(groups, size, root.rank, form, groups * root.work, root.memory, spectrum)
 
 

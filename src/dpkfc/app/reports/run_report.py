@@ -21,7 +21,7 @@ from dpkfc.diagnostics import clip_effect, layer_snr
 from dpkfc.diagnostics.passes import watched
 from dpkfc.diagnostics.result import is_public
 from dpkfc.errors import PrivacyError
-from dpkfc.geometry.identity import Geometry
+from dpkfc.geometry.base import Geometry
 from dpkfc.geometry.kfc import KFC
 from dpkfc.planning.plan import NOT_CHECKED, Plan, Unchecked
 from dpkfc.probes.probe import Probe

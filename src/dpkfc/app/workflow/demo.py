@@ -33,7 +33,7 @@ from dpkfc.app.reports.experiment_report import publish
 from dpkfc.app.reports.progress import bar
 from dpkfc.app.reports.run_report import write_report
 from dpkfc.app.reports.text import markdown_table
-from dpkfc.geometry.identity import Geometry
+from dpkfc.geometry.base import Geometry
 
 BATCH_SIZE, MOMENTUM = 256, 0.9
 EPSILON, DELTA, EPOCHS, QUICK_EPOCHS, SEEDS = 3.0, 1e-5, 40.0, 4.0, (0, 1, 2, 3, 4)

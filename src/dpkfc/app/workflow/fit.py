@@ -141,7 +141,7 @@ def fit(
                 private.epsilon(),
                 private.steps,
                 lost,
-                private._run,
+                private.run_id,
             )
             release(loaded, built, settings, done, out, console)
             checkpoint.discard(out / "checkpoint")

@@ -44,10 +44,10 @@ from dpkfc.app.workflow.fit import (
     steps_of,
 )
 from dpkfc.app.workflow.run_folder import Fingerprint, resumes, write_json
+from dpkfc.engine.options import Options
 from dpkfc.engine.run import PrivateRun
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.workload import Workload
-from dpkfc.engine.options import Options
 from dpkfc.planning.choose_noise import evaluate
 from dpkfc.planning.plan import Plan, batches
 from dpkfc.planning.recipe import EPOCHS, Recipe, size, usual_delta

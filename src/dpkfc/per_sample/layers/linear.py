@@ -1,52 +1,68 @@
-"""Linear layers: ``y_t = W a_t + b``, so the gradient of W is ``Σ_t δ_t a_tᵀ`` and of b is ``Σ_t δ_t``."""
+"""Linear layers: ``y_t = W a_t + b``, so ``g_W = Σ_t δ_t a_tᵀ`` and ``g_b = Σ_t δ_t``."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from dpkfc.per_sample.record import (
-    DenseGrad,
-    OuterProductGrad,
-    PerSampleGrad,
-    Use,
-    at_least_float32,
-    matrix,
-)
-
-Slots = list[tuple[tuple[str, ...], PerSampleGrad]]
+from dpkfc.per_sample.base import GradsByName, KroneckerForm, LayerAdapter, LayerCall, PerSampleGrad
+from dpkfc.per_sample.dense import DenseGrad
+from dpkfc.per_sample.outer import OuterProductGrad, outer_product_grad
+from dpkfc.per_sample.registry import register_layer
+from dpkfc.per_sample.rounding import at_least_float32
 
 
-def as_positions(x: Tensor, batch: int) -> Tensor:
+def as_positions(x: Tensor, batch_size: int) -> Tensor:
     """[batch, *shared, features] to [batch, T, features]."""
-    return x.reshape(batch, -1, x.shape[-1])
+    return x.reshape(batch_size, -1, x.shape[-1])
 
 
-def linear(use: Use) -> Slots:
-    """nn.Linear: weight is [out, in]."""
-    return _matrix(use, transposed=False)
+def _vectors(call: LayerCall) -> tuple[Tensor, Tensor]:
+    """a and δ as [batch, T, features]."""
+    assert call.activations is not None
+    batch = call.batch_size
+    return as_positions(call.activations, batch), as_positions(call.backprops, batch)
 
 
-def conv1d_of_transformers(use: Use) -> Slots:
-    """Hugging Face's Conv1D (GPT-2), a linear layer whose weight is [in, out]."""
-    return _matrix(use, transposed=True)
+def _per_sample_grads(call: LayerCall, transposed: bool) -> GradsByName:
+    a, delta = _vectors(call)
+    bias = "bias" in call.params
+    if "weight" in call.params and not call.shared:
+        names = ("weight", "bias") if bias else ("weight",)
+        preconditioner = call.preconditioner(*names)
+        grad = outer_product_grad(delta, a, call.workspace, preconditioner, bias, transposed)
+        return {names: grad}
+    grads: dict[tuple[str, ...], PerSampleGrad] = {}
+    if "weight" in call.params:  # shared: an outer product can be combined with the other uses
+        grads["weight",] = OuterProductGrad(delta, a, transposed=transposed)
+    if bias:
+        grads["bias",] = DenseGrad([at_least_float32(delta).sum(1)])
+    return grads
 
 
-def _matrix(use: Use, transposed: bool) -> Slots:
-    a, delta = as_positions(use.a, use.batch), as_positions(use.delta, use.batch)
-    slots: Slots = []
-    if use.joint and "weight" in use.wanted:
-        names = ("weight", "bias") if "bias" in use.wanted else ("weight",)
-        form = matrix(
-            delta,
-            a,
-            use.workspace,
-            use.map_of(names),
-            bias="bias" in use.wanted,
-            transposed=transposed,
-        )
-        return [(names, form)]
-    if "weight" in use.wanted:  # tied: `OuterProductGrad` can be joined with the other uses
-        slots.append((("weight",), OuterProductGrad(delta, a, transposed=transposed)))
-    if "bias" in use.wanted:
-        slots.append((("bias",), DenseGrad([at_least_float32(delta).sum(1)])))
-    return slots
+def _kronecker_vectors(call: LayerCall) -> tuple[Tensor, Tensor]:
+    a, delta = _vectors(call)
+    return a.unsqueeze(2), delta.unsqueeze(2)
+
+
+def _weight_shape(module: nn.Module) -> tuple[int, int]:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[0], weight.shape[1]
+
+
+register_layer(
+    nn.Linear,
+    LayerAdapter(
+        lambda call: _per_sample_grads(call, transposed=False),
+        kronecker=KroneckerForm(lambda m: (1, *_weight_shape(m)[::-1]), _kronecker_vectors),
+    ),
+)
+# Hugging Face's Conv1D (GPT-2) is a linear layer whose weight is [in, out].
+register_layer(
+    "transformers.pytorch_utils.Conv1D",
+    LayerAdapter(
+        lambda call: _per_sample_grads(call, transposed=True),
+        kronecker=KroneckerForm(lambda m: (1, *_weight_shape(m)), _kronecker_vectors),
+        transposed=True,
+    ),
+)

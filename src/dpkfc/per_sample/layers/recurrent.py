@@ -14,41 +14,42 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpkfc.errors import PrivacyError
+from dpkfc.per_sample.base import LayerAdapter
+from dpkfc.per_sample.registry import register_layer
 
 Recurrent = nn.LSTM | nn.GRU | nn.RNN
 
 
-def run(
+def _per_sample_forward(
     module: Recurrent,
-    copies: dict[str, Tensor],
-    batch: int,
+    params: dict[str, Tensor],
+    batch_size: int,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """The module's output with one copy of the parameters a sample."""
+    """The module's output with one copy of the parameters per sample."""
     x, state = _arguments(*args, **kwargs)
+    kind = type(module).__name__
     if not isinstance(x, Tensor):
         raise PrivacyError(
-            f"{type(module).__name__}: packed sequences mix the samples; pad them and mask the loss instead"
+            f"{kind}: a packed sequence mixes the samples. Pad the sequences and mask the loss instead"
         )
     if module.proj_size:
-        raise PrivacyError(
-            f"{type(module).__name__}: proj_size is not supported; add a Linear after it"
-        )
-    fixed = {name: p for name, p in module.named_parameters() if name not in copies}
+        raise PrivacyError(f"{kind}: proj_size is not supported. Add a Linear layer after it")
+    frozen = {name: p for name, p in module.named_parameters() if name not in params}
     layers = module.num_layers * (2 if module.bidirectional else 1)
-    zeros = x.new_zeros(batch, layers, module.hidden_size)
+    zeros = x.new_zeros(batch_size, layers, module.hidden_size)
     if isinstance(module, nn.LSTM):
         h, c = (zeros, zeros) if state is None else (s.transpose(0, 1) for s in state)
     else:
         h, c = zeros if state is None else state.transpose(0, 1), zeros
 
-    def one(
-        parameters: dict[str, Tensor], x: Tensor, h: Tensor, c: Tensor
+    def sample_forward(
+        own: dict[str, Tensor], x: Tensor, h: Tensor, c: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _unroll(module, {**fixed, **parameters}, x, h, c)
+        return _unroll(module, {**frozen, **own}, x, h, c)
 
-    out, h, c = torch.vmap(one, randomness="different")(copies, x, h, c)
+    out, h, c = torch.vmap(sample_forward, randomness="different")(params, x, h, c)
     h, c = h.transpose(0, 1), c.transpose(0, 1)
     return (out, (h, c)) if isinstance(module, nn.LSTM) else (out, h)
 
@@ -107,3 +108,7 @@ def _scan(
             )
         outputs.append(h)
     return torch.stack(outputs), h, c
+
+
+for _kind in (nn.LSTM, nn.GRU, nn.RNN):
+    register_layer(_kind, LayerAdapter(per_sample_forward=_per_sample_forward, params=None))

@@ -1,7 +1,8 @@
-"""Any other module: every sample gets its own copy of the parameters, and the module runs under vmap.
+"""Modules without an adapter: one copy of the parameters per sample, and the module runs under vmap.
 
-The copies are expanded views, so they cost no memory; their gradients are the per-sample gradients. The
-module runs once, in the forward pass, so random masks (dropout) are drawn once, independently for each sample.
+The copies are expanded views, so they take no memory, and their gradients are the per-sample
+gradients. The module runs once, in the forward pass, so random masks (dropout) are drawn once,
+independently for each sample.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,54 +18,59 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpkfc.errors import PrivacyError
-from dpkfc.per_sample.layers import recurrent
-
-if TYPE_CHECKING:
-    from dpkfc.per_sample.registry import HookedModule
+from dpkfc.per_sample.base import HookedModule
 
 
 @contextlib.contextmanager
-def parameters_replaced(module: nn.Module, replacement: dict[int, Tensor]) -> Iterator[None]:
-    """While this lasts, every parameter of the module whose id is a key is the given tensor instead."""
+def params_replaced(module: nn.Module, replacement: dict[int, Tensor]) -> Iterator[None]:
+    """Inside the block, a parameter whose id is a key of `replacement` is the given tensor."""
     places = [
-        (m, name, p)
-        for m in module.modules()
-        for name, p in m._parameters.items()
+        (submodule, name, p)
+        for submodule in module.modules()
+        for name, p in submodule._parameters.items()
         if id(p) in replacement
     ]
-    for m, name, p in places:
-        m._parameters[name] = replacement[id(p)]  # type: ignore[assignment]
+    for submodule, name, p in places:
+        submodule._parameters[name] = replacement[id(p)]  # type: ignore[assignment]
     try:
         yield
     finally:
-        for m, name, p in places:
-            m._parameters[name] = p
+        for submodule, name, p in places:
+            submodule._parameters[name] = p
 
 
 def run_under_vmap(
-    unit: HookedModule,
-    original: Callable[..., Any],
+    hooked: HookedModule,
+    forward: Callable[..., Any],
     copies: dict[str, Tensor],
-    batch: int,
+    batch_size: int,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """The module's output with parameters ``copies[name][i]`` for sample i; batch dimension in front."""
-    module = unit.module
-    if isinstance(module, nn.LSTM | nn.GRU | nn.RNN):
-        return recurrent.run(module, copies, batch, args, kwargs)
+    """The module's output with parameters ``copies[name][i]`` for sample i.
+
+    Args:
+        hooked: the module and its parameters.
+        forward: the module's own forward.
+        copies: [batch, *shape] for each trainable parameter.
+        batch_size: the samples of this forward pass.
+        args, kwargs: of the call. Tensors whose first dimension is `batch_size` are split by sample.
+    """
+    module = hooked.module
+    if hooked.adapter is not None and hooked.adapter.per_sample_forward is not None:
+        return hooked.adapter.per_sample_forward(module, copies, batch_size, args, kwargs)
     names, tensors = list(copies), list(copies.values())
     leaves, spec = tree_flatten((args, kwargs))
-    whole_mask = _position_of_unbatched_mask(module, args, kwargs)
+    shared_mask = _shared_attention_mask(module, args, kwargs)
     batched = [
-        isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == batch and x is not whole_mask
+        isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == batch_size and x is not shared_mask
         for x in leaves
     ]
     inputs = [x for x, is_batched in zip(leaves, batched, strict=True) if is_batched]
+    # leaves and structure of the module's output, which may hold more than tensors
+    output_tree: list[Any] = []
 
-    layout: list[Any] = []  # of the module's output, which may hold more than tensors
-
-    def one(parameters: list[Tensor], sample: list[Tensor]) -> list[Tensor]:
+    def sample_forward(params: list[Tensor], sample: list[Tensor]) -> list[Tensor]:
         own = iter(sample)
         call_args, call_kwargs = tree_unflatten(
             [
@@ -73,44 +79,41 @@ def run_under_vmap(
             ],
             spec,
         )
-        replacement = {
-            id(unit.parameters[name]): p for name, p in zip(names, parameters, strict=True)
-        }
-        with parameters_replaced(module, replacement):
-            out = original(*call_args, **call_kwargs)
-        layout[:] = tree_flatten(out)
-        return [x.squeeze(0) for x in layout[0] if isinstance(x, Tensor)]
+        replacement = {id(hooked.params[name]): p for name, p in zip(names, params, strict=True)}
+        with params_replaced(module, replacement):
+            out = forward(*call_args, **call_kwargs)
+        output_tree[:] = tree_flatten(out)
+        return [x.squeeze(0) for x in output_tree[0] if isinstance(x, Tensor)]
 
     try:
-        with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no batching rule
-            outputs = iter(torch.vmap(one, in_dims=(0, 0), randomness="different")(tensors, inputs))
+        # the fused attention kernels have no batching rule
+        with sdpa_kernel(SDPBackend.MATH):
+            mapped = torch.vmap(sample_forward, in_dims=(0, 0), randomness="different")
+            outputs = iter(mapped(tensors, inputs))
+        output_leaves, output_spec = output_tree
         return tree_unflatten(
-            [next(outputs) if isinstance(x, Tensor) else x for x in layout[0]], layout[1]
+            [next(outputs) if isinstance(x, Tensor) else x for x in output_leaves], output_spec
         )
     except PrivacyError:
         raise
     except Exception as problem:
         raise PrivacyError(
-            f"module '{unit.name}' ({type(module).__name__}) owns parameters, has no fast path, and does not run under "
-            f"torch.vmap: {problem}. Build it from standard layers, move its own parameters into a submodule of their "
-            "own, or freeze it"
+            f"module '{hooked.name}' ({type(module).__name__}) owns parameters, has no adapter, and "
+            f"does not run under torch.vmap: {problem}. Build it from standard layers, move its own "
+            "parameters into a submodule of their own, freeze it, or give it an adapter with "
+            "dpkfc.register_layer"
         ) from problem
 
 
-def _position_of_unbatched_mask(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """A MultiheadAttention's two-dimensional attn_mask is shared by the samples, whatever its size."""
+def _shared_attention_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A two-dimensional attn_mask of MultiheadAttention is shared by the samples, whatever its size."""
     if not isinstance(module, nn.MultiheadAttention):
         return None
-    mask = (
-        inspect.signature(nn.MultiheadAttention.forward)
-        .bind(module, *args, **kwargs)
-        .arguments.get("attn_mask")
-    )
+    signature = inspect.signature(nn.MultiheadAttention.forward)
+    mask = signature.bind(module, *args, **kwargs).arguments.get("attn_mask")
     if isinstance(mask, Tensor) and mask.dim() == 3:
         raise PrivacyError(
-            "MultiheadAttention with a three-dimensional attn_mask is not supported: pass one mask for "
-            "all samples ([L, S]) and the padding of each sample as key_padding_mask ([batch, S])"
+            "MultiheadAttention with a three-dimensional attn_mask is not supported: pass one mask "
+            "for all samples ([L, S]) and the padding of each sample as key_padding_mask ([batch, S])"
         )
     return mask

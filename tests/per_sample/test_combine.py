@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from dpkfc.geometry.identity import Identity
-from dpkfc.per_sample.layers.embedding import RowSparseGrad, TiedEmbeddingGrad
-from dpkfc.per_sample.record import OuterProductGrad, join
+from dpkfc.per_sample.combine import combine
+from dpkfc.per_sample.outer import OuterProductGrad
+from dpkfc.per_sample.rows import RowSparseGrad, TiedEmbeddingGrad
 
 METRIC = Identity().map_of(())
 EPS = 2.0**-24
@@ -56,7 +57,7 @@ def test_a_head_that_undoes_its_embedding_does_not_hide_a_norm(size: float) -> N
     values = torch.randn(3, 4, 40)
     one_hot = torch.nn.functional.one_hot(ids, 60).float()
     head = OuterProductGrad(-one_hot, values + size * torch.randn(3, 4, 40))
-    tied = join([head, RowSparseGrad.merged(ids, values, 60)])
+    tied = combine([head, RowSparseGrad.merged(ids, values, 60)])
     assert isinstance(tied, TiedEmbeddingGrad)
     exact = head.right.double() - values.double()
     want, got = exact.flatten(1).norm(dim=1), tied.squared_norms(METRIC).double().sqrt()

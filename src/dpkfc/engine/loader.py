@@ -1,0 +1,252 @@
+"""The loader that yields Poisson batches to a plain PyTorch loop, and tells the run about each."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
+
+from dpkfc.errors import PrivacyError
+from dpkfc.random import next_key, sub_key
+from dpkfc.sampling import CyclicPoisson
+
+# an expected number of empty batches below this is treated as none
+NEGLIGIBLE = 1e-12
+# of the user's own DataLoader
+KEPT_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A physical part of the logical batch of one step."""
+
+    step: int
+    rows: int
+    of: int  # samples in the whole logical batch
+    first: bool
+    last: bool
+
+
+def split(step: int, rows: list[int], at_most: int | None) -> Iterator[tuple[Chunk, list[int]]]:
+    """The logical batch in physical chunks; an empty batch is one chunk without records."""
+    size = at_most or max(1, len(rows))
+    for start in range(0, max(1, len(rows)), size):
+        part = rows[start : start + size]
+        last = start + size >= len(rows)
+        yield Chunk(step, len(part), len(rows), first=start == 0, last=last), part
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set, and how its records are read."""
+
+    dataset: Dataset[Any]
+    options: dict[str, Any]  # of a DataLoader
+    batch_size: int | None  # of the user's own DataLoader
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+
+def read_source(data: Any) -> Source:
+    """The data set of `data`, a map-style data set or a DataLoader whose sampler is replaced.
+
+    Raises:
+        PrivacyError: a sampler of the user's own: the accounting would not hold for it.
+        TypeError: the data set has no length or no index.
+    """
+    dataset: Any = data
+    options: dict[str, Any] = {}
+    batch_size = None
+    if isinstance(data, DataLoader):
+        sampler: Any = data.batch_sampler if data.batch_size is None else data.sampler
+        batch_size = data.batch_size
+        # as a DataLoader makes it, and one that accelerate has prepared
+        if type(sampler) is BatchSampler:
+            sampler, batch_size = sampler.sampler, sampler.batch_size
+        if not _draws_uniformly(sampler):
+            raise PrivacyError(
+                f"the DataLoader draws with {type(sampler).__name__}: the accounting holds for "
+                "Poisson sampling only, in which every record has the same probability at every "
+                "step. Pass a DataLoader without a sampler of its own, or the data set"
+            )
+        dataset = data.dataset
+        options = {name: getattr(data, name) for name in KEPT_OPTIONS}
+    has_index = hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
+    if isinstance(dataset, IterableDataset) or not has_index:
+        raise TypeError(
+            f"{type(dataset).__name__} has no length or no index: Poisson sampling must be able to "
+            "draw any record at any step. Use a map-style Dataset"
+        )
+    return Source(dataset, options, batch_size)
+
+
+def _draws_uniformly(sampler: Any) -> bool:
+    """True for the samplers that torch and accelerate give a DataLoader by default."""
+    kind = type(sampler)
+    of_accelerate = kind.__module__.startswith("accelerate.")
+    known = kind in (SequentialSampler, RandomSampler) or (
+        of_accelerate and kind.__name__ == "SeedableRandomSampler"
+    )
+    return known and not getattr(sampler, "replacement", False)
+
+
+class LoaderEvents(Protocol):
+    """What the loader tells the run, and asks of it."""
+
+    _key: bytes
+
+    @property
+    def charged(self) -> int: ...
+
+    def _start_iteration(self) -> tuple[int, bytes]: ...
+
+    def _begin_batch(self, chunk: Chunk, batch: Any) -> None: ...
+
+    def _take_empty_step(self, chunk: Chunk) -> None: ...
+
+    def _end_iteration(self) -> None: ...
+
+
+class PrivateLoader:
+    """Yields the batches of all planned steps that are left, as the collate function makes them."""
+
+    def __init__(
+        self,
+        source: Source,
+        sampler: Callable[[], CyclicPoisson],
+        steps: int,
+        max_physical_batch_size: int | None,
+        run: LoaderEvents,
+    ) -> None:
+        self.dataset, self._options = source.dataset, source.options
+        self._sampler, self._steps = sampler, steps
+        self._at_most, self._run = max_physical_batch_size, run
+        # of the iteration under way: its first step, key, and number of steps
+        self._iteration: tuple[int, bytes, int] | None = None
+        # the same of the last count, and the batches
+        self._counted: tuple[int, bytes, int, int] | None = None
+
+    def __len__(self) -> int:
+        """How many batches iterating yields; during an iteration, how many that one yields in all.
+
+        A step yields several if it draws more than `max_physical_batch_size` records, and none if it
+        draws no record.
+        """
+        charged, key = self._run.charged, self._run._key
+        return self._count(*(self._iteration or (charged, key, self._steps - charged)))
+
+    def _count(self, first: int, key: bytes, steps: int) -> int:
+        if self._counted is None or self._counted[:3] != (first, key, steps):
+            sampler = self._sampler()
+            empty = steps * math.exp(-sampler.expected_batch_size)
+            if self._at_most is None and empty < NEGLIGIBLE:
+                count = steps
+            else:
+                count, chain = 0, key
+                for step in range(first, first + steps):
+                    drawn = len(sampler.draw(sub_key(chain, "sampling"), step))
+                    count += -(-drawn // (self._at_most or max(1, drawn)))
+                    chain = next_key(chain)
+            self._counted = first, key, steps, count
+        return self._counted[3]
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._run.charged == self._steps:
+            warnings.warn(
+                f"all {self._steps} planned steps have been taken: run.loader yields nothing more. "
+                "One pass over it is the whole plan; for epochs, write "
+                "`for epoch in run.epochs(): for batch in epoch:`",
+                stacklevel=2,
+            )
+        yield from self.take(self._steps - self._run.charged)
+
+    def take(self, steps: int) -> Iterator[Any]:
+        """The batches of the next `steps` steps."""
+        first, key = self._run._start_iteration()
+        steps = min(steps, self._steps - first)
+        sampler = self._sampler()
+        self._iteration = iteration = first, key, steps
+        drawn: deque[Chunk] = deque()  # workers may run ahead
+
+        def indices() -> Iterator[list[int]]:
+            chain = key
+            for step in range(first, first + steps):
+                rows = sampler.draw(sub_key(chain, "sampling"), step)
+                for chunk, part in split(step, rows, self._at_most):
+                    drawn.append(chunk)
+                    if part:
+                        yield part
+                chain = next_key(chain)
+
+        dataset, options = self.dataset, self._options
+        if type(dataset) is TensorDataset and "collate_fn" not in options:
+            dataset, options = _WholeBatches(dataset), {**options, "collate_fn": _unchanged}
+        # for the seeds of workers, so that the global generator is not used
+        generator = torch.Generator()
+        generator.manual_seed(int.from_bytes(sub_key(key, "workers")[:7], "big"))
+        loader = DataLoader(
+            dataset, batch_sampler=_Batches(indices), generator=generator, **options
+        )
+        try:
+            for batch in loader:
+                self._take_empty_steps(drawn)
+                self._run._begin_batch(drawn.popleft(), batch)
+                yield batch
+            self._take_empty_steps(drawn)
+        finally:
+            # unless another iteration was begun since
+            if self._iteration is iteration:
+                self._iteration = None
+                self._run._end_iteration()
+
+    def _take_empty_steps(self, drawn: deque[Chunk]) -> None:
+        while drawn and not drawn[0].of:
+            self._run._take_empty_step(drawn.popleft())
+
+
+class _Batches:
+    """A batch sampler from a generator function."""
+
+    def __init__(self, indices: Callable[[], Iterator[list[int]]]) -> None:
+        self.indices = indices
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.indices()
+
+
+class _WholeBatches(Dataset[Any]):
+    """Tensors indexed once per batch, not once per record."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self.tensors = data.tensors
+
+    def __getitems__(self, rows: list[int]) -> list[torch.Tensor]:
+        index = torch.tensor(rows)
+        return [tensor.index_select(0, index.to(tensor.device)) for tensor in self.tensors]
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

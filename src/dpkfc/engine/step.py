@@ -1,0 +1,157 @@
+"""One private step, in order: from captured per-sample gradients to ``.grad``.
+
+    g_i                                  captured gradients, one per sample (per_sample/)
+    c_i = min(1, R / ‖U g_i‖)            clip in the preconditioned space
+    x_t = Σ_i c_i U g_i                  = U Σ_i c_i g_i: the sum is mapped once
+    x_t + w_t,  w = C⁻¹ z                noise is added once, to the sum of the whole logical batch
+    .grad = (x_t + w_t) / E[batch]       on a grid; then maps after the noise, if any
+
+All functions here take what they need and return what they computed. Training calls them from
+`engine.run`; diagnostics and audits call the same functions.
+
+**Guarantee: any geometry can be combined with any noise.** Let x_t be the clipped, preconditioned sum of
+step t. Adding or removing a record moves x_t by a vector of norm at most R if the record was drawn at
+step t, and by 0 otherwise, in the coordinates of the parameters and whatever the map U_t was: U_t is
+computed from public numbers and from what was released before step t. So (x_t) is an adaptive stream
+with bounded participations, which is all that the matrix mechanism needs (Denisov et al., 2022):
+releasing ``x + C⁻¹ z = C⁻¹ (C x + z)`` has the privacy of the Gaussian mechanism with the sensitivity
+of C. No inverse map follows: the optimizer adds x_t + w_t to the parameters as it is, so the noise in θ
+is ``A C⁻¹ z`` as without a geometry, and what one step added is subtracted later although U has changed
+in between. A map *after* the noise is free too, but if it changes over time the noise no longer cancels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dpkfc.clipping import clip_weights
+from dpkfc.noise.grid import round_to_grid_
+from dpkfc.noise.stream import Stream
+from dpkfc.per_sample.accumulate import CapturedGrads
+from dpkfc.per_sample.base import LinearMap, ParamKey, PerSampleGrad, PreconditionerOf
+from dpkfc.per_sample.rounding import at_least_float32
+
+Sums = dict[ParamKey, list[Tensor]]
+
+
+@dataclass(frozen=True)
+class ClippedBatch:
+    """The clipped gradients of one physical batch, added up."""
+
+    sums: Sums  # Σ_i c_i U g_i / E[batch]
+    clip_factors: Tensor  # [batch], c_i; 0 for a sample that is not finite
+    finite: Tensor  # [batch]
+
+
+def clip_and_sum(
+    captured: CapturedGrads,
+    preconditioner_of: PreconditionerOf,
+    *,
+    clip: float,
+    gamma: float | None,
+    grad_scale: float,
+    expected_batch_size: int,
+) -> ClippedBatch | None:
+    """Clip each sample's preconditioned gradient and add them up: ``Σ_i c_i U g_i / E[batch]``.
+
+    Args:
+        captured: the gradients of one physical batch. They are consumed: each is freed once it is
+            added up.
+        preconditioner_of: the map U of each parameter.
+        clip: R.
+        gamma: of automatic clipping; None for plain clipping.
+        grad_scale: the factor that makes a captured gradient the gradient of one sample's own loss:
+            the batch size for a mean loss, divided by the scale of a GradScaler.
+        expected_batch_size: the sum is divided by it.
+
+    Returns:
+        None if nothing was captured.
+
+    **Guarantee.** Every sample contributes a vector of norm at most R / E[batch] in the preconditioned
+    space. A sample whose gradient is not finite contributes exactly zero.
+    """
+    if captured.squared_norms is None:
+        return None
+    factors, finite = clip_weights(captured.squared_norms * grad_scale**2, clip, gamma)
+    weights = factors * (grad_scale / expected_batch_size)
+    all_finite = bool(finite.all())
+    sums: Sums = {}
+    while captured.grads:
+        key, grad = captured.grads.popitem()
+        # 0 · NaN is NaN: entries of samples that are not finite are set to zero
+        grad = grad if all_finite else grad.masked(finite)
+        sums[key] = preconditioned_sum(grad, weights, preconditioner_of(key))
+    return ClippedBatch(sums, factors, finite)
+
+
+def preconditioned_sum(
+    grad: PerSampleGrad, weights: Tensor, preconditioner: LinearMap
+) -> list[Tensor]:
+    """``Σ_i w_i U g_i = U Σ_i w_i g_i``."""
+    total = grad.weighted_sum(weights)
+    return total if grad.preconditioned else preconditioner.apply(total)
+
+
+def add_sums_(total: Sums, more: Sums) -> None:
+    """Add the sums of another physical batch, in place.
+
+    Both are preconditioned. Before preconditioning, a clipped record may be longer than R.
+    """
+    for key, parts in more.items():
+        if key in total:
+            parts = [before.add_(part) for before, part in zip(total[key], parts, strict=True)]
+        total[key] = parts
+
+
+def sum_per_parameter(sums: Sums, trainable: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """One tensor per trainable parameter, zero for a parameter that no sample used.
+
+    `sums` is consumed.
+    """
+    totals: dict[nn.Parameter, Tensor] = {}
+    while sums:
+        key, parts = sums.popitem()
+        for p, part in zip(key, parts, strict=True):
+            totals[p] = totals[p] + part if p in totals else part
+    return {
+        name: totals[p].contiguous()
+        if p in totals
+        else torch.zeros_like(p, dtype=at_least_float32(p).dtype)
+        for name, p in trainable.items()
+    }
+
+
+def add_noise_(
+    sums: dict[str, Tensor], noise: Stream, key: bytes, scale: float, step: int, grid: float
+) -> None:
+    """``x_t + w_t``, rounded to multiples of `grid`, in place.
+
+    Args:
+        sums: one tensor per trainable parameter, in the order of the model.
+        noise: the stream ``w = C⁻¹ z``.
+        key: the secret key of the step's normals z_t.
+        scale: standard deviation of z on every coordinate.
+        step: t.
+        grid: a power of two that the data cannot move; 0 for a run without noise.
+
+    **Guarantee.** Noise is added once, to the sum of the whole logical batch, and to every trainable
+    parameter, used or not.
+    """
+    noise.add_(list(sums.values()), key, scale, step)
+    round_to_grid_(sums.values(), grid)
+
+
+def map_after_noise_(grads: dict[str, Tensor], maps: Mapping[tuple[str, ...], LinearMap]) -> None:
+    """Map noisy gradients in place: post-processing, free of privacy cost."""
+    for names, after in maps.items():
+        grads.update(zip(names, after.apply([grads[name] for name in names]), strict=True))
+
+
+def write_grads(params: Mapping[nn.Parameter, str], grads: Mapping[str, Tensor]) -> None:
+    """Set ``.grad`` of every parameter; frozen ones get None, so that no older gradient is stepped."""
+    for p, name in params.items():
+        p.grad = grads[name].to(p.dtype) if name in grads else None
