@@ -491,7 +491,7 @@ def _parts_without_rows(batch: Any, rows: int) -> list[Any]:
 
 
 def _is_flat(value: Any) -> bool:
-    nested = Tensor | Mapping | list | tuple
+    nested = (Tensor, Mapping, list, tuple)
     return isinstance(value, list | tuple) and not any(isinstance(v, nested) for v in value)
 
 

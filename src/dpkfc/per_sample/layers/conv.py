@@ -153,12 +153,11 @@ class ConvGrad:
             product = torch.bmm(_columns(self.module, padded), by_position)
             weight = product.transpose(1, 2).reshape(batch, *shape)
         else:
-            kind = {"dtype": delta.dtype, "device": delta.device}
             weight = _weight_gradient(
                 self.module,
                 padded.flatten(0, 1).unsqueeze(0),
                 delta.flatten(0, 1).unsqueeze(0),
-                torch.empty(batch * shape[0], *shape[1:], **kind),
+                delta.new_empty(batch * shape[0], *shape[1:]),
                 batch * self.module.groups,
             ).view(batch, *shape)
         return [weight, delta.flatten(2).sum(2)] if self.bias else [weight]

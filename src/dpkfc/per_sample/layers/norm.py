@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpkfc.per_sample.base import GradsByName, LayerAdapter, LayerCall
+from dpkfc.per_sample.base import GradsByName, LayerAdapter, LayerCall, PerSampleGrad
 from dpkfc.per_sample.dense import DenseGrad
 from dpkfc.per_sample.registry import register_layer
 from dpkfc.per_sample.rounding import at_least_float32
@@ -44,7 +44,7 @@ def _over_channels(call: LayerCall) -> GradsByName:
 def _grads(
     call: LayerCall, normalised: Tensor, delta: Tensor, reduce: Callable[[Tensor], Tensor]
 ) -> GradsByName:
-    grads = {}
+    grads: dict[tuple[str, ...], PerSampleGrad] = {}
     if "weight" in call.params:
         grads["weight",] = DenseGrad([reduce(normalised.mul_(delta))])
     if "bias" in call.params:
@@ -52,7 +52,14 @@ def _grads(
     return grads
 
 
-for _kind in (nn.LayerNorm, nn.RMSNorm):
+_OVER_FEATURES: tuple[type[nn.Module], ...] = (nn.LayerNorm, nn.RMSNorm)
+_OVER_CHANNELS: tuple[type[nn.Module], ...] = (
+    nn.GroupNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+for _kind in _OVER_FEATURES:
     register_layer(_kind, LayerAdapter(_over_features))
-for _kind in (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d):
+for _kind in _OVER_CHANNELS:
     register_layer(_kind, LayerAdapter(_over_channels))
