@@ -19,7 +19,7 @@ second run is refused:
     test accuracy 0.899
     epsilon of this run 1.9999914531488374
     epsilon of all runs in the ledger 1.9999914531488374
-    a second run is refused: ... 2.874 when all that is planned has run, 2.5 is allowed ...
+    a second run is refused: run ... does not fit on data set 'patients' ...
 
 `dpkfc train people.csv --target ill --schema schema.json --epsilon 2` does the same from
 the command line.
