@@ -2,8 +2,8 @@
 
     python readme_loop.py README.md
 
-The README shows the loop as a diff. Its added and unchanged lines are a program that needs a model, an
-optimizer and a loader; this script defines them for images of 28 x 28 pixels.
+The README shows the loop as a diff. Its added and unchanged lines are a program that needs a
+model, an optimizer and a loader; this script defines them for images of 28 x 28 pixels.
 """
 
 from __future__ import annotations

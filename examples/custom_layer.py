@@ -9,8 +9,8 @@ per-sample gradients from the layer's inputs a ("activations") and the gradients
 ("backprops"), which an ordinary backward pass provides.
 
 A wrong adapter would break the guarantee, because the clip would bound the wrong vectors. So the
-library compares every registered adapter with autograd on the first batch, and raises PrivacyError
-if they differ.
+library compares every registered adapter with autograd on the first batch, before anything is
+released, and raises PrivacyError if they differ.
 
 Prints the test accuracy and the epsilon spent:
 
