@@ -82,9 +82,11 @@ SQUARE_FORM = KroneckerForm(
 )
 
 
-def network(layer: nn.Module, outputs: int) -> nn.Module:
+def network(layer: Callable[[], nn.Module], outputs: int) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, FEATURES), nn.Tanh(), layer, nn.Tanh(), nn.Linear(outputs, 2))
+    return nn.Sequential(
+        nn.Linear(3, FEATURES), nn.Tanh(), layer(), nn.Tanh(), nn.Linear(outputs, 2)
+    )
 
 
 def data() -> TensorDataset:
@@ -119,7 +121,7 @@ def test_a_registered_layer_is_captured_by_its_adapter_and_exact(
         return scaled_linear(call)
 
     register_layer(ScaledLinear, LayerAdapter(watched, params=("weight", "scale")))
-    model = network(ScaledLinear(), 4)
+    model = network(ScaledLinear, 4)
     x = torch.randn(7, *positions, 3)
     capture = GradientCapture(model)
     with capture.accumulating() as grads:
@@ -138,10 +140,10 @@ def test_a_registered_layer_is_captured_by_its_adapter_and_exact(
 
 
 def test_training_gives_the_weights_of_the_vmap_path() -> None:
-    plain = network(ScaledLinear(), 4)
+    plain = network(ScaledLinear, 4)
     train(plain, noise_multiplier=0.0)
     register_layer(ScaledLinear, LayerAdapter(scaled_linear, params=("weight", "scale")))
-    fast = network(ScaledLinear(), 4)
+    fast = network(ScaledLinear, 4)
     train(fast, noise_multiplier=0.0)
     for one, other in zip(plain.parameters(), fast.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
@@ -150,7 +152,7 @@ def test_training_gives_the_weights_of_the_vmap_path() -> None:
 def test_kfc_sees_a_layer_with_a_kronecker_form() -> None:
     register_layer(Square, LayerAdapter(square(), params=("weight",), kronecker=SQUARE_FORM))
     geometry = dpkfc.KFC(dpkfc.probes.Tabular(3, classes=2), factors="AG", every=2)
-    run = train(network(Square(), FEATURES), geometry=geometry)
+    run = train(network(Square, FEATURES), geometry=geometry)
     assert run.steps == 4 and ("2.weight",) in geometry.spectra
 
 
@@ -201,7 +203,7 @@ def test_a_wrong_adapter_is_refused_before_anything_is_released(
     adapter: Any, message: str, loss: str
 ) -> None:
     register_layer(ScaledLinear, LayerAdapter(adapter, params=("weight", "scale")))
-    model = network(ScaledLinear(), 4)
+    model = network(ScaledLinear, 4)
     before = [p.detach().clone() for p in model.parameters()]
     settings = {} if loss == "declared" else {"loss": "unchecked"}
     with pytest.raises(dpkfc.PrivacyError, match=message):
@@ -215,7 +217,7 @@ def test_an_orientation_that_contradicts_the_adapter_is_refused() -> None:
     register_layer(Square, wrong)
     geometry = dpkfc.KFC(dpkfc.probes.Tabular(3, classes=2), factors="AG", every=2, rank=None)
     with pytest.raises(dpkfc.PrivacyError, match="registered adapter of Square"):
-        train(network(Square(), FEATURES), geometry=geometry)
+        train(network(Square, FEATURES), geometry=geometry)
 
 
 def test_an_adapter_that_goes_wrong_later_is_found_at_secretly_chosen_steps(
@@ -229,7 +231,7 @@ def test_an_adapter_that_goes_wrong_later_is_found_at_secretly_chosen_steps(
 
     monkeypatch.setattr(dpkfc.engine.run, "_secret_steps", lambda steps: {3})
     register_layer(Square, LayerAdapter(later_wrong, params=("weight",)))
-    model = network(Square(), FEATURES)
+    model = network(Square, FEATURES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = dpkfc.make_private(
         model,
@@ -265,7 +267,7 @@ def test_a_module_of_several_inputs_cannot_be_verified_and_is_refused() -> None:
 
     register_layer(Gated, LayerAdapter(square(), params=("weight",)))
     with pytest.raises(dpkfc.PrivacyError, match="function of one tensor"):
-        train(network(Outer(), FEATURES))
+        train(network(Outer, FEATURES))
 
 
 @pytest.mark.parametrize(
