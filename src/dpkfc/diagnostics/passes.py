@@ -1,4 +1,4 @@
-"""Forward and backward passes over a batch of records, or over probes, on a copy of the user's model.
+"""Forward and backward passes over records or over probes, on a copy of the user's model.
 
 Because they run on a copy, weights, buffers, gradients, modes and hooks of the model itself cannot
 change, and a model can be inspected in the middle of a private run: hooks do nothing in a copy. The
@@ -98,7 +98,8 @@ class Examples:
     def passes(
         self, model: nn.Module, capture: GradientCapture
     ) -> Iterator[tuple[list[LayerCall], float]]:
-        """The layer calls of each pass, and the factor that makes a gradient that of one example."""
+        """The layer calls of each pass, and the factor that makes a gradient that of one example.
+        """
         if is_probe(self.source):
             probing = Probing(self.count, None, self.loss, self.seed)  # type: ignore[arg-type]
             generator = probing.generator(0, "diagnostics")
@@ -118,8 +119,8 @@ class Examples:
             raise TypeError("loss(model, batch) must return a scalar tensor, as the loop's loss is")
         if not ran() or not value.requires_grad:
             raise ValueError(
-                "loss(model, batch) did not run the model that it was given, with gradients: it is a "
-                "copy. Write lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
+                "loss(model, batch) did not run the model that it was given, with gradients: it is "
+                "a copy. Write lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
             )
         return value
 
@@ -128,9 +129,9 @@ def _of_same_examples(calls: list[LayerCall]) -> list[LayerCall]:
     """The calls of one pass, which must all have the same examples."""
     sizes = {call.batch_size for call in calls}
     if len(sizes) != 1:
-        ran = f"on batches of {sorted(sizes)} examples" if sizes else "without a trainable parameter"
+        ran = f"on batches of {sorted(sizes)} examples" if sizes else "without using a parameter"
         raise ValueError(
-            f"the loss ran the model {ran}: row i must be the same example in all forward passes of "
-            "the loss, and the loss must depend on the model's output"
+            f"the loss ran the model {ran}: row i must be the same example in all forward passes "
+            "of the loss, and the loss must depend on the model's output"
         )
     return calls

@@ -161,7 +161,7 @@ def _median_norm(
     median = float(finite.median()) if len(finite) else 0.0
     if median <= 0:
         raise ValueError(
-            'clip="median": the median of the gradient norms is zero, or none is finite. Give a number'
+            'clip="median": the median gradient norm is zero, or no norm is finite. Give a number'
         )
     return median
 

@@ -1,9 +1,9 @@
-"""Checkpoints: tensors in safetensors, everything else in JSON; nothing is ever unpickled.
+"""Checkpoints: tensors in safetensors, everything else in JSON; nothing is unpickled.
 
-A checkpoint holds the model, the optimizer, the state of the private run, the global generators (dropout,
-augmentation), and any further object with a `state_dict`. It is written beside its final place and
-renamed, so that a kill leaves the old one or the new one. It holds the keys of future noise: keep it
-secret, and readable by its owner only.
+A checkpoint holds the model, the optimizer, the state of the private run, the global generators
+(dropout, augmentation), and any further object with a `state_dict`. It is written beside its final
+place and renamed, so that a kill leaves the old one or the new one. It holds the keys of future
+noise: keep it secret, and readable by its owner only.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ from dpkfc.random import is_key
 if TYPE_CHECKING:
     from dpkfc.engine.run import PrivateRun
 
-FORMAT = 4
-STATE, TENSORS = "state.json", "tensors.safetensors"  # the files of a checkpoint
+FORMAT = 5
+# the files of a checkpoint
+STATE = "state.json"
+TENSORS = "tensors.safetensors"
 
 
-def save(path: str | os.PathLike[str], private: PrivateRun, others: dict[str, Any]) -> None:
+def save(path: str | os.PathLike[str], run: PrivateRun, others: dict[str, Any]) -> None:
     """Write the directory `path`, replacing an earlier checkpoint there, and nothing else."""
-    if private.batch_open:
+    if run.batch_open:
         raise PrivacyError("cannot save in the middle of a batch: save after optimizer.step()")
     state = {
-        "model": private.model.state_dict(),
-        "optimizer": private.optimizer.state_dict(),
-        "private": private.state_dict(),
+        "model": run.model.state_dict(),
+        "optimizer": run.optimizer.state_dict(),
+        "private": run.state_dict(),
         "generators": get_generators(),
         "others": {name: thing.state_dict() for name, thing in others.items()},
     }
@@ -50,7 +52,7 @@ def save(path: str | os.PathLike[str], private: PrivateRun, others: dict[str, An
     tree = _pack(state, tensors, "")
     path = Path(path)
     for place in (path, _old(path)):
-        _demand_replaceable(place)
+        _check_replaceable(place)
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))  # mode 0700
     checkpoint_id = secrets.token_hex(8)
@@ -62,11 +64,14 @@ def save(path: str | os.PathLike[str], private: PrivateRun, others: dict[str, An
         _swap(fresh, path)
     finally:
         _remove(fresh)
-    private._checkpoints.append((path.absolute(), checkpoint_id))
+    run._checkpoints.append((path.absolute(), checkpoint_id))
 
 
-def load(path: str | os.PathLike[str], private: PrivateRun, others: dict[str, Any]) -> None:
-    """Read the directory `path` into the run, its model and its optimizer. All is checked before anything changes."""
+def load(path: str | os.PathLike[str], run: PrivateRun, others: dict[str, Any]) -> None:
+    """Read the directory `path` into the run, its model and its optimizer.
+
+    All is checked before anything changes.
+    """
     path = Path(path).absolute()
     if not (path / STATE).exists():
         path = _old(path)  # killed between the two renames of `_swap`
@@ -74,51 +79,50 @@ def load(path: str | os.PathLike[str], private: PrivateRun, others: dict[str, An
         document = json.loads((path / STATE).read_text())
         tensors = load_file(path / TENSORS)
     except (OSError, ValueError) as problem:
-        raise PrivacyError(f"'{path}' is not a readable checkpoint: {problem}") from problem
+        raise ValueError(f"'{path}' is not a readable checkpoint: {problem}") from problem
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        found = document.get("format") if isinstance(document, dict) else None
-        raise PrivacyError(f"'{path}' has checkpoint format {found}; this version reads {FORMAT}")
+        given = document.get("format") if isinstance(document, dict) else None
+        raise ValueError(f"'{path}' has checkpoint format {given}; this version reads {FORMAT}")
     try:
         state, checkpoint_id = _unpack(document["state"], tensors), str(document["id"])
         parts = [state[name] for name in ("model", "optimizer", "private", "generators", "others")]
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
-        raise PrivacyError(
+        raise ValueError(
             f"'{path}' is not a readable checkpoint: {problem!r} is missing or damaged"
         ) from problem
-    model, optimizer, run, generators, further = parts
-    unknown = set(others) ^ set(further)
+    model, optimizer, run_state, generators, other_states = parts
+    unknown = set(others) ^ set(other_states)
     if unknown:
-        raise PrivacyError(
-            f"checkpoint and call disagree about: {', '.join(sorted(unknown))}. Pass the same keyword "
-            "arguments to save and load"
+        raise ValueError(
+            f"checkpoint and call disagree about: {', '.join(sorted(unknown))}. Pass the same "
+            "keyword arguments to save and load"
         )
-    private._check_state(run)
-    _check_model(private.model, model)
-    _check_optimizer(private.optimizer, optimizer)
-    again = lineage.marker(path, checkpoint_id).exists()
-    private._continue(
-        run, fresh=again
-    )  # first: if what follows fails, the steps of its weights are counted
-    private._checkpoints = [] if again else [(path, checkpoint_id)]
-    if again and private.charged == run["step"] + run["lost_steps"]:
+    run._check_state(run_state)
+    _check_model(run.model, model)
+    _check_optimizer(run.optimizer, optimizer)
+    continued_before = lineage.marker(path, checkpoint_id).exists()
+    # first: if what follows fails, the steps behind these weights are counted
+    run._continue(run_state, fresh=continued_before)
+    run._checkpoints = [] if continued_before else [(path, checkpoint_id)]
+    if continued_before and run.charged == run_state["step"] + run_state["lost_steps"]:
         warnings.warn(lineage.continued_before(path), stacklevel=3)
-    private.model.load_state_dict(model)
-    private.optimizer.load_state_dict(optimizer)
+    run.model.load_state_dict(model)
+    run.optimizer.load_state_dict(optimizer)
     for name, thing in others.items():
-        thing.load_state_dict(further[name])
+        thing.load_state_dict(other_states[name])
     set_generators(generators)
 
 
 def claim(folder: Path, checkpoint_id: str) -> bool | None:
-    """Record that the checkpoint with this id, in this folder, is continued: see `lineage.claim`."""
+    """Record that the checkpoint with this id in this folder is continued: see `lineage.claim`."""
 
-    def is_there() -> bool:
+    def exists() -> bool:
         try:
             return bool(json.loads((folder / STATE).read_text())["id"] == checkpoint_id)
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
-    return lineage.claim(folder, checkpoint_id, is_there)
+    return lineage.claim(folder, checkpoint_id, exists)
 
 
 def check_run_state(state: Any, steps: int) -> None:
@@ -151,49 +155,45 @@ def check_run_state(state: Any, steps: int) -> None:
         bad = ["noise: next"]
     if bad:
         raise PrivacyError(
-            f"the state of the run cannot be right: {', '.join(bad)} missing, of another kind or out of range. It is "
-            "damaged or was changed: restore it from a backup. Nothing was changed here"
+            f"the state of the run cannot be right: {', '.join(bad)} missing, of another kind or "
+            "out of range. It is damaged or was changed: restore it from a backup. Nothing was "
+            "changed here"
         )
 
 
 def _check_model(model: nn.Module, state: Any) -> None:
     own = model.state_dict()
-    missing, unknown = (
-        [name for name in own if name not in state],
-        [name for name in state if name not in own],
-    )
-    other = [name for name in own if name in state and state[name].shape != own[name].shape]
-    if missing or unknown or other:
-        raise PrivacyError(
-            "the checkpoint belongs to another model: "
-            + "; ".join(
-                f"{what} {', '.join(names[:8])}"
-                for what, names in (
-                    ("missing", missing),
-                    ("unknown", unknown),
-                    ("of another shape", other),
-                )
-                if names
-            )
-            + ". Build the model as it was. Nothing was changed"
+    problems = {
+        "missing": [name for name in own if name not in state],
+        "unknown": [name for name in state if name not in own],
+        "of another shape": [
+            name for name in own if name in state and state[name].shape != own[name].shape
+        ],
+    }
+    if any(problems.values()):
+        listed = "; ".join(
+            f"{what} {', '.join(names[:8])}" for what, names in problems.items() if names
+        )
+        raise ValueError(
+            f"the checkpoint belongs to another model: {listed}. Build the model as it was. "
+            "Nothing was changed"
         )
 
 
 def _check_optimizer(optimizer: Optimizer, state: Any) -> None:
-    found = (
-        state.get("optimizer", state) if "param_groups" not in state else state
-    )  # DiSK keeps both
-    given = [len(group["params"]) for group in found["param_groups"]]
+    # an optimizer around another one (DiSK) keeps the other's state under this name
+    groups = state if "param_groups" in state else state.get("optimizer", state)
+    given = [len(group["params"]) for group in groups["param_groups"]]
     own = [len(group["params"]) for group in optimizer.param_groups]
     if given != own:
-        raise PrivacyError(
-            f"the checkpoint's optimizer has parameter groups of {given} parameters, this one of {own}: build it as it "
-            "was. Nothing was changed"
+        raise ValueError(
+            f"the checkpoint's optimizer has parameter groups of {given} parameters, this one of "
+            f"{own}: build it as it was. Nothing was changed"
         )
 
 
 def discard(path: Path) -> None:
-    """Remove the checkpoint, which is a secret, and all that a kill may have left of others in its place."""
+    """Remove the checkpoint, which is secret, and what a kill may have left of earlier ones."""
     for place in (path, _old(path), *path.parent.glob(f".{path.name}.*")):
         if place.is_dir() and any(place.iterdir()) and not _foreign(place):
             _remove(place)
@@ -204,7 +204,7 @@ def _old(path: Path) -> Path:
 
 
 def _foreign(folder: Path) -> list[str]:
-    """What is in the folder and was not written by `save`, or by a run that was continued from it."""
+    """Files in the folder that neither `save` nor a run continued from it has written."""
     return sorted(
         place.name
         for place in folder.iterdir()
@@ -216,24 +216,24 @@ def _is_marker(place: Path) -> bool:
     return place.name.startswith("continued.") and place.is_file() and place.stat().st_size == 0
 
 
-def _demand_replaceable(path: Path) -> None:
+def _check_replaceable(path: Path) -> None:
     """Only a checkpoint, and an empty folder, may be replaced."""
     if not path.exists() and not path.is_symlink():
         return
     if path.is_symlink() or not path.is_dir():
-        raise PrivacyError(
+        raise ValueError(
             f"'{path}' exists and is no checkpoint: it was left as it is. Choose another path"
         )
     foreign = _foreign(path)
     if foreign:
-        raise PrivacyError(
-            f"'{path}' holds files that are no part of a checkpoint ({', '.join(foreign[:5])}): it was left as it is. "
-            "Choose another path to save to, or move them away"
+        raise ValueError(
+            f"'{path}' holds files that are no part of a checkpoint ({', '.join(foreign[:5])}): it "
+            "was left as it is. Choose another path to save to, or move them away"
         )
 
 
 def _remove(folder: Path) -> None:
-    """The files of a checkpoint, and the folder if nothing else is in it."""
+    """Remove the files of a checkpoint, and the folder if nothing else is in it."""
     if not folder.is_dir():
         return
     for place in folder.iterdir():
@@ -270,9 +270,9 @@ def _pack(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
-    raise PrivacyError(
-        f"cannot write {type(value).__name__} at '{place}' to a checkpoint: states must be made of tensors, "
-        "numbers, strings, lists and dictionaries"
+    raise TypeError(
+        f"cannot write {type(value).__name__} at '{place}' to a checkpoint: states must be made of "
+        "tensors, numbers, strings, lists and dictionaries"
     )
 
 

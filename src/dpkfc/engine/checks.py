@@ -1,11 +1,12 @@
 """Checks before the first step: what would break the guarantee is found before any budget is spent.
 
-`check_model` and `check_optimizer` inspect. `check_isolation` and `check_loss` try: a record's gradient
-must be the same among other records and among copies of itself. This finds batch normalisation under
-any name, losses that compare or rank the records of a batch, denominators that count the tokens of the
-whole batch, signs and thresholds that depend on the batch, and tensors whose first dimension is not the
-batch. A trial reads a few private records, and its error message contains statistics of them: do not
-publish it.
+`check_model` and `check_optimizer` inspect. `check_isolation` and `check_loss` try: a record's
+    gradient must be the same among other records and among copies of itself. This finds batch
+    normalisation under any name, losses that compare or rank the records of a batch, denominators
+    that count the tokens of the whole batch, signs and thresholds that depend on the batch, and
+    tensors whose first dimension is not the
+batch. A trial reads a few private records, and its error message contains statistics of them: do
+    not publish it.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def _problem_with_parameter(p: nn.Parameter) -> str | None:
         return "is not initialised: run one forward pass on public or random input first"
     if hasattr(p, "device_mesh"):
         return (
-            "is sharded over processes (fully_shard), and this process has only a part of it: train "
-            "in one process, without fully_shard"
+            "is sharded over processes (fully_shard), and this process has only a part of it: "
+            "train in one process, without fully_shard"
         )
     if p.requires_grad and not p.is_floating_point():
         return f"is {p.dtype}: only real floating-point parameters can be trained"
@@ -111,7 +112,7 @@ def _problem_with_module(module: nn.Module) -> str | None:
     if trained and time_first and isinstance(module, sequential):
         return "puts time before the batch. Use batch_first=True"
     if type(module).__name__ == "OptimizedModule":
-        return "is compiled, so that its layers cannot be captured. Pass the model before torch.compile"
+        return "is compiled, so its layers cannot be captured. Pass the model before torch.compile"
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return "wraps the model. Pass the model itself"
     if type(module).__module__.startswith("opacus."):
@@ -140,8 +141,8 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     if foreign:
         raise PrivacyError(
             f"the optimizer holds {foreign} parameters that are not in the model: they would be "
-            "stepped without clipping and noise. Build the optimizer from model.parameters(), after "
-            "dpkfc.fix(model)"
+            "stepped without clipping and noise. Build the optimizer from model.parameters(), "
+            "after dpkfc.fix(model)"
         )
 
 
@@ -193,8 +194,8 @@ def check_loss(
 
     if not any(has_rows(part, rows) for part in parts_of(batch)):
         raise PrivacyError(
-            f"a batch is a {type(batch).__name__}, whose records cannot be exchanged for a trial of "
-            "the loss: let collate_fn return tensors, or lists, tuples, dicts or dataclasses of "
+            f"a batch is a {type(batch).__name__}, whose records cannot be exchanged for a trial "
+            "of the loss: let collate_fn return tensors, or lists, tuples, dicts or dataclasses of "
             "them; or give loss='unchecked'"
         )
     _check_leaves(model, capture, batch, loss_of)
@@ -229,9 +230,9 @@ def _check_leaves(
     for leaf in first:
         if id(leaf) not in own and any(leaf is other for other in second):
             raise PrivacyError(
-                f"the loss reaches a trainable tensor of shape {list(leaf.shape)} that is not in the "
-                "model: it would be trained without clipping and noise. Make it a parameter of the "
-                "model before make_private, or set requires_grad=False"
+                f"the loss reaches a trainable tensor of shape {list(leaf.shape)} that is not in "
+                "the model: it would be trained without clipping and noise. Make it a parameter of "
+                "the model before make_private, or set requires_grad=False"
             )
 
 
@@ -306,10 +307,10 @@ def _check_reduction(
     if not 1 / limit < ratio < limit:
         declared = "mean" if mean_loss else "sum"
         raise PrivacyError(
-            f"the loss is not the {declared} over records that loss_reduction='{declared}' declares: "
-            f"with {half} records instead of {rows}, a record's gradient is {ratio:.3g} times what it "
-            "should be. A loss averaged over all tokens of a batch must be averaged within each "
-            "record first: dpkfc.losses.mean_over_records(token_losses, mask)"
+            f"the loss is not the {declared} over records that loss_reduction='{declared}' "
+            f"declares: with {half} records instead of {rows}, a record's gradient is {ratio:.3g} "
+            "times what it should be. A loss averaged over all tokens of a batch must be averaged "
+            "within each record first: dpkfc.losses.mean_over_records(token_losses, mask)"
         )
 
 
@@ -338,11 +339,11 @@ def records_stay_apart(one: Fingerprint, other: Fingerprint, model: nn.Module, w
     differs = difference(one, other, EXACT)
     if differs is not None:
         raise PrivacyError(
-            f"{who} mixes the records of a batch: a record's gradient changes with the other records "
-            f"(by {differs.share:.2g} of its length, most at {describe_key(model, differs.key)}). "
-            "Keep the batch in the first dimension. Use no statistics over the batch, and no class "
-            "weights that are normalised over the batch. For losses over tokens use "
-            "dpkfc.losses.mean_over_records"
+            f"{who} mixes the records of a batch: a record's gradient changes with the other "
+            f"records (by {differs.share:.2g} of its length, most at "
+            f"{describe_key(model, differs.key)}). Keep the batch in the first dimension. Use no "
+            "statistics over the batch, and no class weights that are normalised over the batch. "
+            "For losses over tokens use dpkfc.losses.mean_over_records"
         )
 
 
@@ -421,9 +422,9 @@ def same_buffers(model: nn.Module, one: Buffers, other: Buffers) -> None:
         if not torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)):
             path = next(path for path, each in model.named_modules() if each is module)
             raise PrivacyError(
-                f"buffer '{f'{path}.{name}'.strip('.')}' is computed from the records of a batch and "
-                "would be released without noise: make the layer that owns it use the current input "
-                "only"
+                f"buffer '{f'{path}.{name}'.strip('.')}' is computed from the records of a batch "
+                "and would be released without noise: make the layer that owns it use the current "
+                "input only"
             )
 
 
@@ -450,8 +451,8 @@ def check_collate(collate: Callable[[list[Any]], Any], records: list[Any]) -> No
         # as sets: the function may sort the records
         if (_row_counts(x) - _row_counts(z)).total() > 1:
             raise PrivacyError(
-                "collate_fn mixes the records of a batch (as mixup does): a record would be clipped "
-                "in several rows, and count several times. Make every row from one record"
+                "collate_fn mixes the records of a batch (as mixup does): a record would be "
+                "clipped in several rows, and count several times. Make every row from one record"
             )
 
 
@@ -468,8 +469,8 @@ def _check_no_statistic(collate: Callable[[list[Any]], Any], records: list[Any])
             if _equal(x, y) and not _equal(x, z):
                 raise PrivacyError(
                     "collate_fn computes something from all records of a batch (a mean, a count, "
-                    "weights): one record would influence all others through it. Let it return only "
-                    "what belongs to single records"
+                    "weights): one record would influence all others through it. Let it return "
+                    "only what belongs to single records"
                 )
 
 

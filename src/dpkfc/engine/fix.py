@@ -17,9 +17,10 @@ from dpkfc.errors import PrivacyError
 def fix(model: nn.Module, show: Callable[[Table], None] | None = None) -> nn.Module:
     """Replace BatchNorm by GroupNorm, and turn off the running statistics of InstanceNorm.
 
-    Works in place and returns the model (a new one if the model itself is a BatchNorm). Scale and shift
-    are kept. Parameters are new objects: build the optimizer afterwards. `show` receives the table of
-    replacements; by default it is printed.
+    Works in place and returns the model (a new one if the model itself is a BatchNorm). Scale and
+    shift
+    are kept. Parameters are new objects: build the optimizer afterwards. `show` receives the table
+        of replacements; by default it is printed.
 
     >>> import torch, dpkfc
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
@@ -53,7 +54,8 @@ def fix(model: nn.Module, show: Callable[[Table], None] | None = None) -> nn.Mod
 def _group_norm(old: _BatchNorm, path: str = "the model") -> nn.GroupNorm:
     if old.num_features == 0:
         raise PrivacyError(
-            f"'{path}' ({type(old).__name__}) is not initialised: run one forward pass on random input first"
+            f"'{path}' ({type(old).__name__}) is not initialised: run one forward pass on random "
+            "input first"
         )
     new = nn.GroupNorm(
         math.gcd(32, old.num_features), old.num_features, eps=old.eps, affine=old.affine

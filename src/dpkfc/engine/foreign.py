@@ -1,8 +1,9 @@
 """Parameters outside the model that a loop would train on private batches.
 
-A module that is called while a private batch is open, and whose parameters belong to no private run,
-could be trained by another optimizer on gradients that are neither clipped nor noised. So calls of all
-modules are watched while a loop is under way, and steps of all optimizers are watched always.
+A module that is called while a private batch is open, and whose parameters belong to no private
+run, could be trained by another optimizer on gradients that are neither clipped nor noised. So
+calls of all modules are watched while a loop is under way, and steps of all optimizers are watched
+always.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ def _before_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None
                 raise PrivacyError(
                     f"{type(optimizer).__name__} is about to train {run._foreign[p]} of shape "
                     f"{list(p.shape)}, which was used on a private batch and is not part of a "
-                    "private model: its gradient is neither clipped nor noised. Put the module into "
-                    "the model before make_private, or do not train it within the private loop"
+                    "private model: its gradient is neither clipped nor noised. Put the module "
+                    "into the model before make_private, or do not train it within the private loop"
                 )
 
 

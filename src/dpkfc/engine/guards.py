@@ -55,9 +55,9 @@ def no_new_parameters(model: nn.Module, known: Container[nn.Parameter]) -> None:
     for name, p in model.named_parameters():
         if p.requires_grad and p not in known:
             raise PrivacyError(
-                f"parameter '{name}' is trainable and was not in the model when it was made private: "
-                "it would be trained without clipping and noise. Build the whole model first, then "
-                "the optimizer, then call make_private; or set requires_grad=False"
+                f"parameter '{name}' is trainable and was not in the model when it was made "
+                "private: it would be trained without clipping and noise. Build the whole model "
+                "first, then the optimizer, then call make_private; or set requires_grad=False"
             )
 
 
@@ -85,8 +85,8 @@ def batch_norms_frozen(norms: Mapping[str, nn.Module]) -> None:
     for name, module in norms.items():
         if module.training:
             raise PrivacyError(
-                f"'{name}' ({type(module).__name__}) is in training mode, where it mixes the records "
-                "of a batch: call .eval() on it after model.train()"
+                f"'{name}' ({type(module).__name__}) is in training mode, where it mixes the "
+                "records of a batch: call .eval() on it after model.train()"
             )
 
 
@@ -102,9 +102,10 @@ def same_trainable(now: Iterable[str], at_start: Iterable[str], correlated: bool
     changed = set(now) ^ set(at_start)
     if correlated and changed:
         raise PrivacyError(
-            f"{', '.join(sorted(changed))}: frozen or unfrozen since make_private. Correlated noise "
-            "subtracts in a later step what it added in an earlier one, to the same parameters. "
-            "Choose what is trainable before make_private, or use dpkfc.noise.Independent()"
+            f"{', '.join(sorted(changed))}: frozen or unfrozen since make_private. Correlated "
+            "noise subtracts in a later step what it added in an earlier one, to the same "
+            "parameters. Choose what is trainable before make_private, or use "
+            "dpkfc.noise.Independent()"
         )
 
 
@@ -124,8 +125,8 @@ def previous_step_taken(chunk: Chunk, charged: int) -> None:
     """Skipping a step because of what is in the batch would leak."""
     if chunk.step != charged:
         raise PrivacyError(
-            "optimizer.step() was not called for the last batch. Skipping a step because of what is "
-            "in the batch would leak: call step() for every batch. For larger batches set "
+            "optimizer.step() was not called for the last batch. Skipping a step because of what "
+            "is in the batch would leak: call step() for every batch. For larger batches set "
             "batch_size and max_physical_batch_size"
         )
 
@@ -154,10 +155,10 @@ def all_samples_seen(chunk: Chunk, seen: int) -> None:
     """Every sample of the logical batch must be clipped on its own, exactly once."""
     if seen != chunk.of:
         raise PrivacyError(
-            f"{chunk.of} samples were drawn for this step but {seen} were seen by backward(): every "
-            "sample must be clipped on its own, exactly once. Call backward once for every forward "
-            "pass, on the batches that run.loader yields. To ignore samples, give them weight zero in "
-            "the loss"
+            f"{chunk.of} samples were drawn for this step but {seen} were seen by backward(): "
+            "every sample must be clipped on its own, exactly once. Call backward once for every "
+            "forward pass, on the batches that run.loader yields. To ignore samples, give them "
+            "weight zero in the loss"
         )
 
 
@@ -185,10 +186,10 @@ def same_weights(digest: str, expected: str, steps: int) -> None:
     if digest != expected:
         raise PrivacyError(
             f"the model's weights are not those that the privacy state belongs to ({steps} steps): "
-            "something other than the steps of this run changed them after make_private or after the "
-            "run was loaded. If a framework restored a checkpoint, restore the run with it: keep "
-            "run.state_dict() beside the weights and call run.load_state_dict(), or use run.save() "
-            "and run.load(). If the weights are public, load them before make_private"
+            "something other than the steps of this run changed them after make_private or after "
+            "the run was loaded. If a framework restored a checkpoint, restore the run with it: "
+            "keep run.state_dict() beside the weights and call run.load_state_dict(), or use "
+            "run.save() and run.load(). If the weights are public, load them before make_private"
         )
 
 
@@ -207,16 +208,16 @@ def noise_may_restart(bands: int | None, groups: int, non_negative: bool, name: 
     """After lost steps the noise stream continues without its past: see `noise.stream.restart`."""
     if not (non_negative or (bands is not None and bands <= groups)):
         raise PrivacyError(
-            f"steps after this checkpoint were lost, and {name} cannot continue without their noise: "
-            "its matrix has negative entries, for which that is not known to be private. Start a new "
-            "run"
+            f"steps after this checkpoint were lost, and {name} cannot continue without their "
+            "noise: its matrix has negative entries, for which that is not known to be private. "
+            "Start a new run"
         )
 
 
 def no_copy() -> PrivacyError:
     """The error for copying or pickling a run."""
     return PrivacyError(
-        "a private run cannot be copied or pickled: the copy would use the same noise on other sums, "
-        "and the difference of the results would contain no noise. Use save() and load(), or call "
-        "make_private in the other process"
+        "a private run cannot be copied or pickled: the copy would use the same noise on other "
+        "sums, and the difference of the results would contain no noise. Use save() and load(), or "
+        "call make_private in the other process"
     )

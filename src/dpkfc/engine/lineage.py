@@ -1,11 +1,11 @@
 """Which run object continues which run, so that the noise of a step is used only once.
 
-A checkpoint holds the keys of the steps that follow. The first object that continues it does so bit for
-bit. Any other would use the same noise on other sums, and the difference of the two results would
-contain no noise; so fresh entropy is mixed into its key. Who was first is recorded in this process by
-the id of the run, and on disk by an empty file in the checkpoint's folder. (A ledger keeps its own
-record.) A state from another process that is not in such a folder is continued with fresh entropy,
-unless the run has a seed or a ledger.
+A checkpoint holds the keys of the steps that follow. The first object that continues it does so bit
+for bit. Any other would use the same noise on other sums, and the difference of the two results
+would contain no noise; so fresh entropy is mixed into its key. Who was first is recorded in this
+process by the id of the run, and on disk by an empty file in the checkpoint's folder. (A ledger
+keeps its own record.) A state from another process that is not in such a folder is continued with
+fresh entropy, unless the run has a seed or a ledger.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def demand_owner(run_id: str, handle_id: str) -> None:
     """Refuse to continue a run whose state was loaded into another object."""
     if _owner.get(run_id, handle_id) != handle_id:
         raise PrivacyError(
-            "the state of this run was loaded into another run object. If both continued, they would "
-            "use the same noise, and the difference of their results would contain none. Use the "
-            "other object, or load a checkpoint into this one"
+            "the state of this run was loaded into another run object. If both continued, they "
+            "would use the same noise, and the difference of their results would contain none. Use "
+            "the other object, or load a checkpoint into this one"
         )
 
 
@@ -67,8 +67,8 @@ def claim(folder: Path, checkpoint_id: str, exists: Callable[[], bool]) -> bool 
 
     Returns:
         True if this is the first time, False if it was continued before or the record cannot be
-        written, None if the checkpoint does not exist any more (``exists()``): it was removed, moved,
-        or replaced by a later one.
+        written, None if the checkpoint does not exist any more (``exists()``): it was removed,
+            moved, or replaced by a later one.
     """
     if not exists():
         return None
@@ -83,7 +83,7 @@ def claim(folder: Path, checkpoint_id: str, exists: Callable[[], bool]) -> bool 
 def continued_before(folder: Path) -> str:
     """The warning for a checkpoint that was continued before."""
     return (
-        f"the checkpoint '{folder}' was continued before, so this run uses fresh noise. Its epsilon "
-        "does not include steps that were taken from this checkpoint elsewhere: use a ledger to count "
-        "them"
+        f"the checkpoint '{folder}' was continued before, so this run uses fresh noise. Its "
+        "epsilon does not include steps that were taken from this checkpoint elsewhere: use a "
+        "ledger to count them"
     )

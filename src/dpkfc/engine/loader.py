@@ -152,8 +152,8 @@ class PrivateLoader:
     def __len__(self) -> int:
         """How many batches iterating yields; during an iteration, how many that one yields in all.
 
-        A step yields several if it draws more than `max_physical_batch_size` records, and none if it
-        draws no record.
+        A step yields several if it draws more than `max_physical_batch_size` records, and none if
+        it draws no record.
         """
         charged, key = self._run.charged, self._run._key
         return self._count(*(self._iteration or (charged, key, self._steps - charged)))

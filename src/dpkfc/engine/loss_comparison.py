@@ -1,10 +1,11 @@
 """Check that the loop computes the loss that was declared.
 
-At the first step of a run, and at a few later ones that are chosen secretly, everything is kept that is
+At the first step of a run, and at a few later ones that are chosen secretly, everything is kept
+that is
 needed to compute the declared loss once more: the batch, the random state and mode of every forward
-pass, autocast. After the loop's backward, the declared loss is computed on the same batch in the same
-state, and the gradients are compared record by record, before anything is released. Then half of the
-records are exchanged, and the gradients of the others must stay as they are.
+    pass, autocast. After the loop's backward, the declared loss is computed on the same batch in
+    the same state, and the gradients are compared record by record, before anything is released.
+    Then half of the records are exchanged, and the gradients of the others must stay as they are.
 """
 
 from __future__ import annotations
@@ -220,11 +221,11 @@ def _explain(differs: Difference, model: nn.Module) -> str:
     else:
         how = f"different by {differs.share:.2g} of their length"
     return (
-        "the loop does not compute the loss that was declared as loss=: on the same batch and random "
-        f"state its gradients are {how} (most at {describe_key(model, differs.key)}). Nothing was "
-        "released. Change the loop or loss= so that they agree. Common causes: the loss is divided by "
-        "the number of parts of a batch (take the mean of each part, or use "
+        "the loop does not compute the loss that was declared as loss=: on the same batch and "
+        f"random state its gradients are {how} (most at {describe_key(model, differs.key)}). "
+        "Nothing was released. Change the loop or loss= so that they agree. Common causes: the "
+        "loss is divided by the number of parts of a batch (take the mean of each part, or use "
         "max_physical_batch_size); class weights; a mean over all tokens (num_items_in_batch of "
-        "Hugging Face's Trainer); the loop changes its inputs; the loss has a random generator of its "
-        "own, which cannot be repeated"
+        "Hugging Face's Trainer); the loop changes its inputs; the loss has a random generator of "
+        "its own, which cannot be repeated"
     )

@@ -1,4 +1,4 @@
-"""`make_private`: joins sampling, capture, geometry, clipping and noise to the user's own objects."""
+"""`make_private`: adds sampling, capture, geometry, clipping and noise to the user's objects."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def make_private(
             over the model's parameters.
         dataset: a map-style Dataset; or a DataLoader, whose data set, collate function and workers
             are kept and whose sampler is replaced by Poisson sampling.
-        loss: ``loss(model, batch) -> scalar``, the loss that your loop computes. Required. It is tried
-            on a few records before any budget is spent: a loss that mixes records, or does not reduce
-            them as declared, is refused. At the first step, and at a few secretly chosen later ones,
-            the gradients of your loop are compared with it. "unchecked" omits this, except for a
-            trial of the model alone; plan, report and ledger then say so.
+        loss: ``loss(model, batch) -> scalar``, the loss that your loop computes. Required. It is
+            tried on a few records before any budget is spent: a loss that mixes records, or does
+            not reduce them as declared, is refused. At the first step, and at a few secretly chosen
+            later ones, the gradients of your loop are compared with it. "unchecked" omits this,
+            except for a trial of the model alone; plan, report and ledger then say so.
         epsilon, delta: the privacy budget, to which the noise is calibrated; δ well below 1/N.
         noise_multiplier: σ, instead of epsilon: the noise's standard deviation divided by the clip.
         epochs, steps: how long to train; give one. One pass over `run.loader` takes all steps.
@@ -75,14 +75,15 @@ def make_private(
             mapped probes at the first weights. The noise grows with R: tune the product lr · R.
         geometry: the linear map before clipping: `KFC(...)` or `Diagonal(...)`. Default: DP-SGD.
         noise: `noise.Independent()` (default); or correlated noise, most of which cancels in the
-            parameters, such as `noise.BandedToeplitz(bands=16)`; or "auto" (`noise.Auto()`): the one
-            with the smallest error at the same epsilon.
+            parameters, such as `noise.BandedToeplitz(bands=16)`; or "auto" (`noise.Auto()`): the
+            one with the smallest error at the same epsilon.
         records: the number of records N, stated as public. Sampling rate, number of steps and
             normalisation follow from it, and ``len(dataset)`` stays private. By default
             ``len(dataset)`` is treated as public.
         ledger: a `Ledger` on disk that charges every step before its result can be seen.
         max_physical_batch_size: the loader yields each batch in parts of at most this size, and the
-            step is taken after the last part. Step schedulers with `run.after_step(scheduler.step)`.
+            step is taken after the last part. Step schedulers with
+            `run.after_step(scheduler.step)`.
         seed: reproducible noise and sampling, for experiments only. By default the keys come from
             the operating system and nobody can reproduce the noise.
         options: less common settings; see `Options`.
@@ -94,8 +95,8 @@ def make_private(
         PrivacyError: continuing would break the guarantee.
         ValueError, TypeError: an argument is wrong.
 
-    **Guarantee.** The sequence of all gradients that the optimizer receives is (ε, δ)-differentially
-    private under adding or removing one record, with the ε and δ of `run.plan`.
+    **Guarantee.** The sequence of all gradients that the optimizer receives is (ε,
+    δ)-differentially private under adding or removing one record, with the ε and δ of `run.plan`.
 
     >>> import torch, dpkfc
     >>> model = torch.nn.Linear(4, 2)
@@ -190,8 +191,8 @@ def _read_loss(loss: Any) -> Callable[[nn.Module, Any], Tensor] | None:
     """The declared loss; None if it is not to be checked."""
     if loss is None:
         raise PrivacyError(
-            "loss= is missing. Give the loss that the loop computes, as a function of the model and a "
-            "batch of the loader, so that it can be tried before any budget is spent: "
+            "loss= is missing. Give the loss that the loop computes, as a function of the model "
+            "and a batch of the loader, so that it can be tried before any budget is spent: "
             "loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]). Or give "
             "loss='unchecked', and plan, report and ledger will say that nobody checked it"
         )
@@ -223,8 +224,8 @@ def _check_arguments(
         raise ValueError("batch_size is missing: the number of records a step is expected to draw")
     if options.loss_reduction not in ("mean", "sum"):
         raise ValueError(
-            f"loss_reduction={options.loss_reduction!r}: must be 'mean' or 'sum' over the records of "
-            "a forward pass"
+            f"loss_reduction={options.loss_reduction!r}: must be 'mean' or 'sum' over the records "
+            "of a forward pass"
         )
     if max_physical_batch_size is not None and max_physical_batch_size < 1:
         raise ValueError(f"max_physical_batch_size={max_physical_batch_size}: must be at least 1")
@@ -235,8 +236,8 @@ def _check_arguments(
     fused = any(group.get("fused") for group in getattr(optimizer, "param_groups", ()))
     if options.grad_scaler is not None and fused:
         raise ValueError(
-            "grad_scaler= with a fused optimizer: it would divide the private gradient by the scale "
-            "once more. Build the optimizer with fused=False"
+            "grad_scaler= with a fused optimizer: it would divide the private gradient by the "
+            "scale once more. Build the optimizer with fused=False"
         )
 
 
@@ -298,7 +299,7 @@ def _clip_from_probes(geometry: Geometry, model: nn.Module, capture: GradientCap
     norms = geometry.probe_norms(model, capture)
     if norms is None:
         raise ValueError(
-            'clip="auto" takes the clip from the probes of the geometry, and this one has none: use '
-            "KFC or Diagonal, or give a number, or dpkfc.AutomaticClipping()"
+            'clip="auto" takes the clip from the probes of the geometry, and this one has none: '
+            "use KFC or Diagonal, or give a number, or dpkfc.AutomaticClipping()"
         )
     return float(norms.median())

@@ -1,4 +1,4 @@
-"""The global random generators, which the user's dropout, augmentation and sampling draw from."""
+"""States of the global random generators, which dropout and augmentation draw from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def get_generators() -> dict[str, Any]:
-    """Their states, as tensors, numbers and strings."""
+    """The states, as tensors, numbers and strings."""
     name, keys, *rest = np.random.get_state()  # noqa: NPY002
     return {
         "torch": torch.get_rng_state(),
@@ -23,6 +23,7 @@ def get_generators() -> dict[str, Any]:
 
 
 def set_generators(state: dict[str, Any]) -> None:
+    """Restore what `get_generators` returned."""
     torch.set_rng_state(state["torch"])
     if state["cuda"]:
         torch.cuda.set_rng_state_all(state["cuda"])
@@ -32,7 +33,7 @@ def set_generators(state: dict[str, Any]) -> None:
 
 @contextmanager
 def kept_generators(seed: int | None = None) -> Iterator[None]:
-    """What is drawn inside, from `seed` if it is given, leaves no trace outside."""
+    """Restore the generators at the end of the block; inside, start them from `seed` if given."""
     before = get_generators()
     try:
         if seed is not None:

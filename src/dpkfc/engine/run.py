@@ -185,10 +185,10 @@ class PrivateRun:
     def after_step(self, function: Callable[[], Any]) -> None:
         """Call `function` after every step: `scheduler.step`, or the update of an average.
 
-        This includes steps whose batch was empty, which the loop does not see. What is counted in the
-        loop itself (learning rates, averages) reveals how many batches were not empty, which no noise
-        hides. That does not matter for batches of a hundred records, which are never empty, but it
-        does for batches of a few.
+        This includes steps whose batch was empty, which the loop does not see. What is counted in
+        the loop itself (learning rates, averages) reveals how many batches were not empty, which no
+        noise hides. That does not matter for batches of a hundred records, which are never empty,
+        but it does for batches of a few.
         """
         self._after_step.append(function)
 
@@ -304,11 +304,15 @@ class PrivateRun:
             self._absorb()
         if self._batch.trace is not None:
             self._batch.trace.see_forward(self.model)
-        elif self._check_due and self._loss is None and self.batch_open:
-            if (self._capture.batch_size or 0) > 1:
-                self._check_due = not check_isolation(
-                    self.model, self._capture, args, kwargs, self._preconditioner_of
-                )
+        elif self._isolation_check_due():
+            self._check_due = not check_isolation(
+                self.model, self._capture, args, kwargs, self._preconditioner_of
+            )
+
+    def _isolation_check_due(self) -> bool:
+        """Without a declared loss, the model alone is checked, on a batch of several records."""
+        several = (self._capture.batch_size or 0) > 1
+        return self._check_due and self._loss is None and self.batch_open and several
 
     def receive(self, call: LayerCall) -> None:
         self._captured.receive(call)
@@ -483,14 +487,17 @@ class PrivateRun:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the run that wrote `state`. The plan must be the same.
 
-        A run that has taken steps can only go back or forward within itself: with the state of another
-        run it would take over that run's count of steps and forget its own.
+        A run that has taken steps can only go back or forward within itself: with the state of
+            another run it would take over that run's count of steps and forget its own.
 
-        **Guarantee.** No noise is used twice. If this process or the ledger knows of steps after the
-        state (the process died after its last checkpoint, or goes back to it), their results may have
-        been seen: they stay charged, and fresh entropy is mixed into the key. The same holds where it
-        cannot be known whether the state was continued before: it comes from another process, without
-        a ledger and without a seed. (`load` can know.) Otherwise the run continues bit for bit.
+        **Guarantee.** No noise is used twice. If this process or the ledger knows of steps after
+        the state (the process died after its last checkpoint, or goes back to it), their results
+        may have
+        been seen: they stay charged, and fresh entropy is mixed into the key. The same holds where
+            it
+        cannot be known whether the state was continued before: it comes from another process,
+            without a ledger and without a seed. (`load` can know.) Otherwise the run continues bit
+            for bit.
         """
         unknown = lineage.steps_here(str(state.get("run"))) is None and self._ledger is None
         seeded = "seed" in state.get("plan", {}).get("unchecked", ())
@@ -538,14 +545,14 @@ class PrivateRun:
         if given != own:
             changed = [k for k, v in own.items() if given.get(k) != v]
             raise PrivacyError(
-                f"the checkpoint belongs to another plan: {', '.join(changed)} differ. Make the run "
-                "private with the same settings to resume it"
+                f"the checkpoint belongs to another plan: {', '.join(changed)} differ. Make the "
+                "run private with the same settings to resume it"
             )
         if self.charged and state["run"] != self.run_id:
             raise PrivacyError(
-                "the checkpoint belongs to another run, and this one has taken "
-                f"{self.charged} steps, which it would forget. Call detach() and make_private again, "
-                "and load the checkpoint into that run"
+                f"the checkpoint belongs to another run, and this one has taken {self.charged} "
+                "steps, which it would forget. Call detach() and make_private again, and load the "
+                "checkpoint into that run"
             )
         self._noise.check_state(state["noise"])
         return plan

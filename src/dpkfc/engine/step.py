@@ -9,15 +9,18 @@
 All functions here take what they need and return what they computed. Training calls them from
 `engine.run`; diagnostics and audits call the same functions.
 
-**Guarantee: any geometry can be combined with any noise.** Let x_t be the clipped, preconditioned sum of
-step t. Adding or removing a record moves x_t by a vector of norm at most R if the record was drawn at
-step t, and by 0 otherwise, in the coordinates of the parameters and whatever the map U_t was: U_t is
-computed from public numbers and from what was released before step t. So (x_t) is an adaptive stream
-with bounded participations, which is all that the matrix mechanism needs (Denisov et al., 2022):
-releasing ``x + C⁻¹ z = C⁻¹ (C x + z)`` has the privacy of the Gaussian mechanism with the sensitivity
-of C. No inverse map follows: the optimizer adds x_t + w_t to the parameters as it is, so the noise in θ
-is ``A C⁻¹ z`` as without a geometry, and what one step added is subtracted later although U has changed
-in between. A map *after* the noise is free too, but if it changes over time the noise no longer cancels.
+**Guarantee: any geometry can be combined with any noise.** Let x_t be the clipped, preconditioned
+sum of step t. Adding or removing a record moves x_t by a vector of norm at most R if the record was
+drawn at
+step t, and by 0 otherwise, in the coordinates of the parameters and whatever the map U_t was: U_t
+    is computed from public numbers and from what was released before step t. So (x_t) is an
+    adaptive stream with bounded participations, which is all that the matrix mechanism needs
+    (Denisov et al., 2022): releasing ``x + C⁻¹ z = C⁻¹ (C x + z)`` has the privacy of the Gaussian
+    mechanism with the sensitivity
+of C. No inverse map follows: the optimizer adds x_t + w_t to the parameters as it is, so the noise
+    in θ is ``A C⁻¹ z`` as without a geometry, and what one step added is subtracted later although
+    U has changed in between. A map *after* the noise is free too, but if it changes over time the
+    noise no longer cancels.
 """
 
 from __future__ import annotations
@@ -71,8 +74,8 @@ def clip_and_sum(
     Returns:
         None if nothing was captured.
 
-    **Guarantee.** Every sample contributes a vector of norm at most R / E[batch] in the preconditioned
-    space. A sample whose gradient is not finite contributes exactly zero.
+    **Guarantee.** Every sample contributes a vector of norm at most R / E[batch] in the
+    preconditioned space. A sample whose gradient is not finite contributes exactly zero.
     """
     if captured.squared_norms is None:
         return None
@@ -138,8 +141,8 @@ def add_noise_(
         step: t.
         grid: a power of two that the data cannot move; 0 for a run without noise.
 
-    **Guarantee.** Noise is added once, to the sum of the whole logical batch, and to every trainable
-    parameter, used or not.
+    **Guarantee.** Noise is added once, to the sum of the whole logical batch, and to every
+    trainable parameter, used or not.
     """
     noise.add_(list(sums.values()), key, scale, step)
     round_to_grid_(sums.values(), grid)
@@ -152,6 +155,9 @@ def map_after_noise_(grads: dict[str, Tensor], maps: Mapping[tuple[str, ...], Li
 
 
 def write_grads(params: Mapping[nn.Parameter, str], grads: Mapping[str, Tensor]) -> None:
-    """Set ``.grad`` of every parameter; frozen ones get None, so that no older gradient is stepped."""
+    """Set ``.grad`` of every parameter;
+
+    frozen ones get None, so that no older gradient is stepped.
+    """
     for p, name in params.items():
         p.grad = grads[name].to(p.dtype) if name in grads else None

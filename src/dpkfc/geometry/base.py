@@ -1,7 +1,8 @@
 """What a run needs of a geometry.
 
-A geometry is a linear map ``g -> U g`` that is applied to each per-sample gradient before clipping. It
-is built without the private data, so clipping and noising U g is exactly as private as clipping and
+A geometry is a linear map ``g -> U g`` that is applied to each per-sample gradient before clipping.
+It is built without the private data, so clipping and noising U g is exactly as private as clipping
+and
 noising g: for a fixed map U that is independent of the batch, ``Σ clip(U g_i)`` has sensitivity R
 (Proposition 5.6 of the paper).
 """
@@ -32,7 +33,10 @@ class Geometry(Protocol):
         """Inspect the model before any budget is spent, and refuse what cannot work."""
 
     def due(self, step: int) -> bool:
-        """True if the maps must be built before this step. Depends on nothing but the step number."""
+        """True if the maps must be built before this step.
+
+        Depends on nothing but the step number.
+        """
 
     def refresh(self, model: nn.Module, capture: GradientCapture, step: int) -> None:
         """Build the maps at the model's current weights."""

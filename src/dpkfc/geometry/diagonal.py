@@ -1,8 +1,10 @@
 """Diagonal maps: AdaDPS, and parameters that have no Kronecker form.
 
-A norm layer, an embedding or a bare parameter has no factors A_l and G_l. If its gradient were left as
-it is beside layers whose gradients are whitened, the noise would dominate it: all parameters share one
-clip and one noise. `DiagonalMap` multiplies such a gradient by one number, or entry by entry. `Diagonal`
+A norm layer, an embedding or a bare parameter has no factors A_l and G_l. If its gradient were left
+as
+it is beside layers whose gradients are whitened, the noise would dominate it: all parameters share
+    one clip and one noise. `DiagonalMap` multiplies such a gradient by one number, or entry by
+    entry. `Diagonal`
 does so for the whole model: AdaDPS (Li et al., ICML 2022) with side information from public data or
 from synthetic probes.
 """
@@ -96,9 +98,9 @@ class DiagonalMap:
 class Diagonal:
     """AdaDPS: divides each gradient entry by the root of its second moment on the source.
 
-    ``g_j -> g_j (v_j + π v̄ + γ)^(-power/2)`` with ``v_j = E[g_j²]`` over per-sample gradients of the
-    source, and v̄ its mean over the parameters that are preconditioned together (one parameter, or the
-    weight and bias of one layer).
+    ``g_j -> g_j (v_j + π v̄ + γ)^(-power/2)`` with ``v_j = E[g_j²]`` over per-sample gradients of
+    the source, and v̄ its mean over the parameters that are preconditioned together (one parameter,
+    or the weight and bias of one layer).
 
     Args:
         source: `PublicData` as in the original, or `PinkNoise`, `Tokens`, `Tabular`; inferred from
@@ -225,7 +227,7 @@ def transposed_weights(capture: GradientCapture) -> set[nn.Parameter]:
 def check_numbers(
     where: str, arguments: dict[str, Any], whole: Sequence[str], real: Sequence[str]
 ) -> None:
-    """Refuse arguments that are not whole numbers from 1 (or None), or not finite numbers from 0."""
+    """Refuse what is not a whole number from 1 (or None), or not a finite number from 0."""
     for name in whole:
         value = arguments[name]
         is_int = isinstance(value, int) and not isinstance(value, bool)

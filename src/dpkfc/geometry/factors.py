@@ -1,16 +1,16 @@
 """Kronecker factors: second moments of probe vectors, their damping, and their inverse roots.
 
-A factor is ``A = (1/N) Σ x xᵀ`` over probe vectors x. Its root is ``U = (A + μ I)^(-p/2)`` with
-``μ = π tr(A)/d + γ``: π damps relative to the mean eigenvalue, γ is an absolute floor, and p = 1 is the
+A factor is ``A = (1/N) Σ x xᵀ`` over probe vectors x. Its root is ``U = (A + μ I)^(-p/2)`` with ``μ
+= π tr(A)/d + γ``: π damps relative to the mean eigenvalue, γ is an absolute floor, and p = 1 is the
 paper's inverse square root (Algorithm 1, lines 10 to 17). A root is stored in one of two ways:
 
 * `FullRoot`: the d x d matrix; d multiplications per mapped entry.
-* `LowRankRoot`: ``U = c I + V diag(w) Vᵀ`` with r columns; 2r multiplications per mapped entry. If there
-  are fewer probe vectors than d it is exact, with ``c = μ^(-p/2)``. If it is cut at a smaller rank, the
-  other directions share the mean of their eigenvalues: ``c = (λ̄ + μ)^(-p/2)``.
+* `LowRankRoot`: ``U = c I + V diag(w) Vᵀ`` with r columns; 2r multiplications per mapped entry. If
+  there are fewer probe vectors than d it is exact, with ``c = μ^(-p/2)``. If it is cut at a smaller
+  rank, the other directions share the mean of their eigenvalues: ``c = (λ̄ + μ)^(-p/2)``.
 
-Any map that does not depend on the private records keeps the guarantee: an approximation here can only
-cost utility.
+Any map that does not depend on the private records keeps the guarantee: an approximation here can
+    only cost utility.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ NEGLIGIBLE = 1e-9  # eigenvalues below this share of the largest are zero
 class Moment:
     """``Σ x xᵀ`` of vectors that arrive in pieces, one sum per group.
 
-    Up to d vectors are kept as they are: their Gram matrix has the same eigenvalues at less cost. With
-    more vectors the products are added up, so memory never exceeds d².
+    Up to d vectors are kept as they are: their Gram matrix has the same eigenvalues at less cost.
+        With more vectors the products are added up, so memory never exceeds d².
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,10 @@ class Moment:
         return self.matrix / count
 
     def spectrum(self, count: int, rank: int | None, generator: torch.Generator) -> Spectrum:
-        """Eigenvalues and eigenvectors of ``(1/count) Σ x xᵀ``: all of them, or the largest `rank`."""
+        """Eigenvalues and eigenvectors of ``(1/count) Σ x xᵀ``:
+
+        all of them, or the largest `rank`.
+        """
         if self.rows is not None:
             return _from_rows(self.rows[0], count, rank, generator)
         matrix = self.dense(count)
@@ -112,7 +115,10 @@ class Spectrum:
     def trace_keeping_root(
         self, power: float, relative: float, absolute: float, like: Tensor, bias: bool
     ) -> Root | None:
-        """``z (A + μ I)^(-power/2)`` with z such that ``tr(A U²) = tr(A)``: keeps the probes' energy."""
+        """``z (A + μ I)^(-power/2)`` with z such that ``tr(A U²) = tr(A)``:
+
+        keeps the probes' energy.
+        """
         mu, missing = self.damping(relative, absolute), self.size - self.values.shape[1]
         if not bool((self.trace > 0).all()):
             return None
@@ -195,7 +201,10 @@ def _largest(matrix: Tensor, rank: int, generator: torch.Generator) -> tuple[Ten
 
 @dataclass
 class FullRoot:
-    """One symmetric matrix per group, [groups, d, d]; with `bias`, the last coordinate is the bias's."""
+    """One symmetric matrix per group, [groups, d, d];
+
+    with `bias`, the last coordinate is the bias's.
+    """
 
     matrix: Tensor
     bias: bool
@@ -223,7 +232,9 @@ class FullRoot:
     def right(
         self, x: Tensor, bias_input: Tensor | None, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """``(x, bias_input) U`` for vectors x [..., groups, n, d] and their bias coordinate, if any."""
+        """``(x, bias_input) U`` for vectors x [..., groups, n, d] and their bias coordinate, if
+        any.
+        """
         u = self.matrix.to(x.dtype)
         if not self.bias:
             return _times(x, u, out), bias_input
@@ -257,7 +268,10 @@ def _times(x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
 
 @dataclass
 class LowRankRoot:
-    """``c I + V diag(w) Vᵀ`` for one group; V is [d, r]; with `bias`, its last row is the bias's."""
+    """``c I + V diag(w) Vᵀ`` for one group;
+
+    V is [d, r]; with `bias`, its last row is the bias's.
+    """
 
     base: float
     vectors: Tensor
@@ -295,7 +309,9 @@ class LowRankRoot:
 
     @cached_property
     def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """V without its last row, that row, and the same of ``(V diag(w))ᵀ``, in the layout of the products."""
+        """V without its last row, that row, and the same of ``(V diag(w))ᵀ``, in the layout of the
+        products.
+        """
         end = self.size - int(self.bias)
         scaled = self.vectors * self.weights
         return (

@@ -1,19 +1,22 @@
-"""DP-KFC: a Kronecker-factored geometry from synthetic probes (Algorithm 1). It costs no privacy budget.
+"""DP-KFC: a Kronecker-factored geometry from synthetic probes, at no privacy cost (Algorithm 1).
 
 For layer l with inputs a and backprops δ, the Fisher block is approximated by ``A_l ⊗ G_l`` with
-``A_l = E[a aᵀ]`` (with the input 1 of the bias appended to a) and ``G_l = E[δ δᵀ]``. Each per-sample
-gradient is mapped to ``U_G g U_A``, with ``U = (factor + damping)^(-power/2)``, before it is clipped. With
-power 1 the mapped gradients of the probes have a covariance close to the identity (Appendix B).
+``A_l = E[a aᵀ]`` (with the input 1 of the bias appended to a) and ``G_l = E[δ δᵀ]``. Each
+per-sample gradient is mapped to ``U_G g U_A``, with ``U = (factor + damping)^(-power/2)``, before
+it is clipped. With power 1 the mapped gradients of the probes have a covariance close to the
+identity (Appendix B).
 
-Positions that share a weight (pixels of a convolution, tokens) enter the factors in one of two ways:
+Positions that share a weight (pixels of a convolution, tokens) enter the factors in one of two
+ways:
 
 * "expand": every position is a sample: ``A_l = Σ_it a aᵀ / (N T)``, ``G_l = Σ_it δ δᵀ / N``;
 * "reduce": positions are combined first: ``A_l = Σ_i ā āᵀ / N`` with their mean ā, and
   ``G_l = Σ_i (Σ_t δ)(Σ_t δ)ᵀ / N``.
 
-**Guarantee.** The maps are functions of the weights at the last refresh, which are results of private
-steps, and of a generator with a public seed. Given the earlier results, both are independent of the
-records, so the steps compose as those of DP-SGD with the same noise (Proposition 5.6; post-processing).
+**Guarantee.** The maps are functions of the weights at the last refresh, which are results of
+private steps, and of a generator with a public seed. Given the earlier results, both are
+independent of the records, so the steps compose as those of DP-SGD with the same noise (Proposition
+5.6; post-processing).
 """
 
 from __future__ import annotations
@@ -97,8 +100,8 @@ class KFC:
         others: parameters without a Kronecker form. "scalar" scales each so that its entries are on
             average as large as those of the mapped layers; "diagonal" does so entry by entry; None
             leaves them as they are.
-        post: exponent r of a second, milder map after the noise, ``z (A_l + γ)^(-r/2)``; 0 for none.
-            Free post-processing, but it breaks the cancellation of correlated noise.
+        post: exponent r of a second, milder map after the noise, ``z (A_l + γ)^(-r/2)``; 0 for
+            none. Free post-processing, but it breaks the cancellation of correlated noise.
         loss: of the probes: "cross_entropy", "mse", "bce", "masked_lm", "next_token", or a function
             ``loss(output, probes, generator) -> [batch]``.
         chunk: probes per pass; by default a quarter of them, so that a refresh needs less memory
@@ -144,7 +147,8 @@ class KFC:
     @property
     def name(self) -> str:
         source = "inferred" if self.probe is None else self.probe.name
-        return f"DP-KFC ({self.factors}, power {self.power:g}, probes: {source}, every {self.every} steps)"
+        settings = f"{self.factors}, power {self.power:g}, probes: {source}"
+        return f"DP-KFC ({settings}, every {self.every} steps)"
 
     @property
     def public(self) -> bool:
@@ -177,7 +181,7 @@ class KFC:
 
     @property
     def spectra(self) -> dict[ParamNames, tuple[Spectrum, Spectrum | None]]:
-        """A_l, and G_l if the geometry uses it, of every mapped layer at the last refresh, undamped.
+        """A_l, and G_l if used, of every mapped layer at the last refresh, without damping.
 
         Eigenvectors are kept only for the directions with a scale of their own: all with rank=None.
         Empty after a checkpoint was loaded, which holds only the maps.
@@ -195,8 +199,8 @@ class KFC:
 
         if self._last_refresh is None and not self._maps:
             raise RuntimeError(
-                "KFC.describe: there are no maps yet: they are built when the first batch is drawn. "
-                "Call describe() inside or after `for x, y in run.loader:`"
+                "KFC.describe: there are no maps yet: they are built when the first batch is "
+                "drawn. Call describe() inside or after `for x, y in run.loader:`"
             )
         source = "inferred" if self.probe is None else self.probe.name
         settings = Settings(
@@ -313,7 +317,7 @@ class KFC:
         name_of: dict[nn.Parameter, str],
         capture: GradientCapture,
     ) -> None:
-        """Scale parameters without a Kronecker form to the mean squared entry of mapped gradients."""
+        """Scale parameters without Kronecker form to the mean squared entry of mapped gradients."""
         covered = {name for names in maps for name in names}
         rest = [p for p, name in name_of.items() if p.requires_grad and name not in covered]
         if self.others is None or self.power == 0 or not rest or not calls:

@@ -46,7 +46,7 @@ class Probing:
         return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
     def try_out(self, model: nn.Module, capture: GradientCapture, probe: Probe) -> None:
-        """Run two probes, so that a probe that does not fit is refused before any budget is spent."""
+        """Run two probes: a probe that does not fit is refused before any budget is spent."""
         generator = self.generator(0, "trial")
         try:
             for _ in replace(self, count=2).passes(model, capture, probe, generator):
@@ -58,8 +58,8 @@ class Probing:
             shapes = ", ".join(str(list(x.shape[1:])) for x in tensors(inputs))
             raise ValueError(
                 f"the model does not run on the probe ({probe.name}), whose inputs have the shape "
-                f"{shapes}: {problem}. Give the probe the shape of the model's own inputs, and give "
-                "the geometry the loss= that fits the model's outputs"
+                f"{shapes}: {problem}. Give the probe the shape of the model's own inputs, and "
+                "give the geometry the loss= that fits the model's outputs"
             ) from problem
 
     def passes(

@@ -77,8 +77,8 @@ class GradAccumulator:
                 )
         if len(sizes) > 1:
             raise PrivacyError(
-                f"one backward reached forward passes of {sorted(sizes)} samples: row i must be the "
-                "same sample in all of them. Call backward after each forward pass"
+                f"one backward reached forward passes of {sorted(sizes)} samples: row i must be "
+                "the same sample in all of them. Call backward after each forward pass"
             )
         combined = {key: combine(uses, self._preconditioner_of(key)) for key, uses in grads.items()}
         for key, grad in combined.items():

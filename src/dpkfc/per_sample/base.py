@@ -1,8 +1,8 @@
 """The protocols and records that capture, layers and geometries share.
 
-Notation: a layer with T shared positions has the inputs a_t (`activations`) and the gradients δ_t at
-its outputs (`backprops`). The gradient of sample i with respect to the layer's parameters is g_i.
-A preconditioner maps it to U g_i before clipping.
+Notation: a layer with T shared positions has the inputs a_t (`activations`) and the gradients δ_t
+    at its outputs (`backprops`). The gradient of sample i with respect to the layer's parameters is
+    g_i. A preconditioner maps it to U g_i before clipping.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ PreconditionerOf = Callable[[ParamKey], "LinearMap"]
 
 
 class LinearMap(Protocol):
-    """A linear map ``g -> U g`` of the gradients of one `ParamKey`, independent of the private data."""
+    """A linear map ``g -> U g`` of the gradients of one `ParamKey`, independent of the private
+    data.
+    """
 
     @property
     def gain(self) -> float:
@@ -58,7 +60,10 @@ class LinearMap(Protocol):
         """``‖U (left rightᵀ)‖²`` for [B, features] each, if the map is not `factored`."""
 
     def rows(self, ids: Tensor, values: Tensor) -> Tensor:
-        """Map the rows `ids` ([n]) of a gradient that is zero elsewhere; `values` is [n, features]."""
+        """Map the rows `ids` ([n]) of a gradient that is zero elsewhere;
+
+        `values` is [n, features].
+        """
 
     def apply(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Map gradients of the parameters; leading dimensions are batch dimensions."""
@@ -128,7 +133,8 @@ class LayerCall:
     """One call of a module in a forward pass whose backward pass has reached it: (a, δ).
 
     If the parameters were replaced by one copy per sample instead, `activations` is None and
-    `backprops` is the gradient of those copies: the per-sample gradient of the only entry of `params`.
+    `backprops` is the gradient of those copies: the per-sample gradient of the only entry of
+        `params`.
     """
 
     hooked: HookedModule
@@ -176,7 +182,8 @@ class KroneckerForm:
     """How a layer is a matrix product over shared positions, ``y_t = W a_t + b``.
 
     Args:
-        shape: the number of groups, and the inputs (without bias) and outputs per group, of a module.
+        shape: the number of groups, and the inputs (without bias) and outputs per group, of a
+            module.
         vectors: a and δ of one call, each as [batch, T, groups, features].
     """
 

@@ -166,11 +166,11 @@ class GradientCapture:
         x, batch = _first_input(args, kwargs), self._require_batch_size(hooked)
         if x.dim() == 0 or (x.shape[0] % batch and x.shape[0] != 1):
             raise PrivacyError(
-                f"module '{hooked.name}' got an input of shape {list(x.shape)} in a batch of {batch} "
-                "samples: its first dimension must hold the samples. Use batch_first=True, or keep "
-                "the batch in front when reshaping. If the module computes something that all "
-                "samples share, such as relative positions, freeze it, or name the module that calls "
-                "it in Options(vmap_modules=[...])"
+                f"module '{hooked.name}' got an input of shape {list(x.shape)} in a batch of "
+                f"{batch} samples: its first dimension must hold the samples. Use "
+                "batch_first=True, or keep the batch in front when reshaping. If the module "
+                "computes something that all samples share, such as relative positions, freeze it, "
+                "or name the module that calls it in Options(vmap_modules=[...])"
             )
         if x.shape[0] == 1 and batch > 1:  # one input for all samples: one copy per sample
             expanded = x.expand(batch, *x.shape[1:])
@@ -202,8 +202,8 @@ class GradientCapture:
             a = holder.pop()
             if a._version != version:
                 raise PrivacyError(
-                    f"the input of module '{hooked.name}' was changed in place after the module had "
-                    "used it; its gradient would be wrong. Use the out-of-place operation"
+                    f"the input of module '{hooked.name}' was changed in place after the module "
+                    "had used it; its gradient would be wrong. Use the out-of-place operation"
                 )
             self._deliver(LayerCall(hooked, trainable, batch, a, delta))
 
@@ -260,8 +260,8 @@ class GradientCapture:
     def _require_batch_size(self, hooked: HookedModule) -> int:
         if self.batch_size is None:
             raise PrivacyError(
-                f"module '{hooked.name}' ran outside the model's own forward: call the model itself, "
-                "model(...)"
+                f"module '{hooked.name}' ran outside the model's own forward: call the model "
+                "itself, model(...)"
             )
         return self.batch_size
 

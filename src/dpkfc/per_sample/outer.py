@@ -148,7 +148,10 @@ class OuterProductGrad:
         return total
 
     def _add_weighted_(self, total: list[Tensor] | None, weights: Tensor) -> list[Tensor]:
-        """Add ``Σ_i w_i g_i`` to `total` in place; the smaller factor is multiplied by the weights."""
+        """Add ``Σ_i w_i g_i`` to `total` in place;
+
+        the smaller factor is multiplied by the weights.
+        """
         left, right = at_least_float32(self.left), at_least_float32(self.right)
         scale = weights.to(left.dtype).view(-1, 1, 1)
         if left.shape[2] <= right.shape[2]:
@@ -232,10 +235,11 @@ def outer_product_grad(
 ) -> PerSampleGrad:
     """``Σ_t left_t right_tᵀ`` in the form that costs least.
 
-    An `OuterProductGrad`, or a `DenseGrad` where forming the gradients is cheaper and takes little more
-    memory than (a, δ). Formed gradients cost T·p·q once and make the weighted sum almost free; Gram
-    matrices cost T²(p+q), and T·p·q again for the sum. The map is applied first where it has fewer
-    vectors to map than the gradient has rows (p) and the mapped factors need not be kept beside
+    An `OuterProductGrad`, or a `DenseGrad` where forming the gradients is cheaper and takes little
+    more memory than (a, δ). Formed gradients cost T·p·q once and make the weighted sum almost free;
+    Gram matrices cost T²(p+q), and T·p·q again for the sum. The map is applied first where it has
+    fewer vectors to map than the gradient has rows (p) and the mapped factors need not be kept
+    beside
     (a, δ): with one position, or with formed gradients.
     """
     length, p, q = left.shape[1], left.shape[2], right.shape[2]

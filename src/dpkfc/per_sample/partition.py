@@ -1,8 +1,8 @@
 """Which module accounts for which parameters: every trainable parameter in exactly one way.
 
 A layer with an adapter accounts for its own parameters. Parameters that a container owns itself (a
-ViT's `cls_token` and `pos_embed`) are expanded to one copy per sample if their leading size is 1, as
-in broadcasting over the batch. Any other module that owns parameters runs as a whole under vmap.
+ViT's `cls_token` and `pos_embed`) are expanded to one copy per sample if their leading size is 1,
+as in broadcasting over the batch. Any other module that owns parameters runs as a whole under vmap.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Which kinds of layers have a fast path: one adapter per kind, built in or registered by the user."""
+"""Which kinds of layers have a fast path:
+
+one adapter per kind, built in or registered by the user.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,22 @@ _built_in: set[type[nn.Module] | str] = set()
 def register_layer(kind: type[nn.Module] | str, adapter: LayerAdapter) -> None:
     """Give a kind of layer a fast path for its per-sample gradients.
 
-    A module without an adapter runs under `torch.vmap`, which is exact and slower. An adapter is used
-    for modules of exactly this class, and of subclasses that do not override ``forward``.
+    A module without an adapter runs under `torch.vmap`, which is exact and slower. An adapter is
+    used for modules of exactly this class, and of subclasses that do not override ``forward``.
 
     Args:
-        kind: the class; or its qualified name ("package.module.Class"), if the package should not be
-            imported for it.
+        kind: the class; or its qualified name ("package.module.Class"), if the package should not
+            be imported for it.
         adapter: how the layer's inputs and output gradients become per-sample gradients.
 
     Raises:
         TypeError: `kind` is not a module class, or `adapter` is not a `LayerAdapter`.
         ValueError: the kind already has an adapter.
 
-    **Guarantee.** Clipping relies on the adapter: a gradient that is measured too small would exceed
-    the clip. So the library compares each adapter that it does not ship with autograd, at the first
-    call of every layer and again at a few secretly chosen steps, before anything is released, and
-    raises `PrivacyError` if measured norms or sums differ.
+    **Guarantee.** Clipping relies on the adapter: a gradient that is measured too small would
+    exceed the clip. So the library compares each adapter that it does not ship with autograd, at
+    the first call of every layer and again at a few secretly chosen steps, before anything is
+    released, and raises `PrivacyError` if measured norms or sums differ.
 
     >>> import torch, dpkfc
     >>> from dpkfc.per_sample.dense import DenseGrad
@@ -71,7 +74,7 @@ def adapter_for(module: nn.Module) -> tuple[LayerAdapter | None, bool]:
 
 
 def mark_built_in() -> None:
-    """All adapters registered so far are the library's own, which its tests compare with autograd."""
+    """All adapters so far are the library's own, which its tests compare with autograd."""
     _built_in.update(_adapters)
 
 

@@ -79,7 +79,7 @@ def squared_norm_of_all(grads: Sequence[Tensor]) -> Tensor:
 
 
 def summation_depth(size: int) -> int:
-    """Length of the longest chain of additions in a dot product of `size` terms, added by blocks."""
+    """Longest chain of additions in a dot product of `size` terms, added by blocks."""
     return min(size, BLOCK) + size // BLOCK
 
 
@@ -117,16 +117,18 @@ def recompute_if_doubtful(
 def add_sum_error(
     squared_norms: Tensor, magnitudes: Tensor, growth: float, additions: int
 ) -> Tensor:
-    """``(‖U g‖ + n · eps · growth · Σ_t ‖left_t‖ ‖right_t‖)²``: room for rounding in the released sum.
+    """``(‖U g‖ + n eps growth Σ_t ‖left_t‖ ‖right_t‖)²``: room for rounding in the released sum.
 
     The sum adds products left_t right_tᵀ in floating point, n = `additions` in one chain. In any
     order of addition, its error is at most n·eps times the norms of what it adds, and a record's
-    share of that is ``Σ_t ‖left_t‖ ‖right_t‖``, whose square is `magnitudes`. This is usually at most
-    a thousandth of the norm; for a record whose products cancel it can exceed the norm.
+    share of that is ``Σ_t ‖left_t‖ ‖right_t‖``, whose square is `magnitudes`. This is usually at
+    most a thousandth of the norm; for a record whose products cancel it can exceed the norm.
 
-    If the sum is mapped after it was added up, the map enlarges that error by up to ‖U‖ while it may
-    shrink the gradient itself: `growth` is ‖U‖ if the products are unmapped and ``‖U‖ ‖U⁻¹‖`` if they
-    are mapped. What is mapped first is released as it was measured, and its error does not grow.
+    If the sum is mapped after it was added up, the map enlarges that error by up to ‖U‖ while it
+    may
+    shrink the gradient itself: `growth` is ‖U‖ if the products are unmapped and ``‖U‖ ‖U⁻¹‖`` if
+        they are mapped. What is mapped first is released as it was measured, and its error does not
+        grow.
     """
     norms = squared_norms.clamp(min=0).sqrt()
     eps = additions * torch.finfo(squared_norms.dtype).eps / 2

@@ -28,7 +28,8 @@ class RowSparseGrad:
 
     Within a sample no two nonzero values have the same id (`merged` ensures this), so that what is
     measured is what is added up. If positions with the same id were added to the sum one by one,
-    values that cancel could remove the rest of the sum by rounding, although their gradient is zero.
+    values that cancel could remove the rest of the sum by rounding, although their gradient is
+    zero.
     """
 
     ids: Tensor
@@ -142,7 +143,9 @@ class TiedEmbeddingGrad:
         return products.mul_(gathered).sum((1, 2))
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
-        """Head and rows of a few samples together, so that what cancels is gone before more is added."""
+        """Head and rows of a few samples together, so that what cancels is gone before more is
+        added.
+        """
         return add_up(
             self.select(i)._block_sum(weights[i]) for i in slices(len(weights), self.head.block)
         )

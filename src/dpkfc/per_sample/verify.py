@@ -1,4 +1,4 @@
-"""Compare a registered layer adapter with autograd, before anything that it measures is released."""
+"""Compare a registered adapter with autograd before anything that it measures is released."""
 
 from __future__ import annotations
 

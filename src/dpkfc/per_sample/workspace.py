@@ -1,4 +1,7 @@
-"""Memory that is used again at every step: fresh pages cost as much as the matrix product itself."""
+"""Memory that is used again at every step:
+
+fresh pages cost as much as the matrix product itself.
+"""
 
 from __future__ import annotations
 

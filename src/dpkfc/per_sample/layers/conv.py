@@ -1,9 +1,9 @@
 """Convolutions: ``y_t = W patch_t + b`` over output positions t, in 1, 2 or 3 dimensions.
 
-Per-sample gradients come from one call of the ordinary weight-gradient kernel. With the batch folded
-into the groups, ``[1, B·C, ...] * [1, B·O, ...]`` with B·G groups, the kernel keeps the samples apart
-and costs what the ordinary, summed gradient costs. It covers stride, dilation, groups and depthwise
-convolutions; padding of any mode is applied to the input first.
+Per-sample gradients come from one call of the ordinary weight-gradient kernel. With the batch
+folded into the groups, ``[1, B·C, ...] * [1, B·O, ...]`` with B·G groups, the kernel keeps the
+samples apart and costs what the ordinary, summed gradient costs. It covers stride, dilation, groups
+and depthwise convolutions; padding of any mode is applied to the input first.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _weight_gradient(
 
 @dataclass
 class ConvGrad:
-    """Weight and, if `bias`, bias gradient from padded input [B, C, ...] and backprops [B, O, ...]."""
+    """Weight and, if `bias`, bias gradient from padded input [B, C, ...] and δ [B, O, ...]."""
 
     module: Conv
     padded: Tensor
@@ -215,7 +215,10 @@ def _per_sample_grads(call: LayerCall) -> GradsByName:
 def _weight_grad(
     module: Conv, padded: Tensor, delta: Tensor, bias: bool, batch: int, preconditioner: LinearMap
 ) -> PerSampleGrad:
-    """Gram matrices over patches with few positions and many channels; otherwise formed gradients."""
+    """Gram matrices over patches with few positions and many channels;
+
+    otherwise formed gradients.
+    """
     positions, (out, *inner) = delta[0, 0].numel(), module.weight.shape
     inputs = math.prod(inner)
     grad = ConvGrad(module, padded, delta, bias)

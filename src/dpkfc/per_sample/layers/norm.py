@@ -1,4 +1,7 @@
-"""Norm layers: ``y = w ⊙ x̂ + b`` with the normalised input x̂: ``g_w = Σ δ ⊙ x̂``, ``g_b = Σ δ``."""
+"""Norm layers: ``y = w ⊙ x̂ + b`` with the normalised input x̂:
+
+``g_w = Σ δ ⊙ x̂``, ``g_b = Σ δ``.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ def _per_sample_forward(
     kind = type(module).__name__
     if not isinstance(x, Tensor):
         raise PrivacyError(
-            f"{kind}: a packed sequence mixes the samples. Pad the sequences and mask the loss instead"
+            f"{kind}: a packed sequence mixes the samples. Pad the sequences and mask the loss "
+            "instead"
         )
     if module.proj_size:
         raise PrivacyError(f"{kind}: proj_size is not supported. Add a Linear layer after it")

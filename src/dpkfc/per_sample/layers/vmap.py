@@ -1,4 +1,4 @@
-"""Modules without an adapter: one copy of the parameters per sample, and the module runs under vmap.
+"""Modules without an adapter run under vmap, with one copy of the parameters per sample.
 
 The copies are expanded views, so they take no memory, and their gradients are the per-sample
 gradients. The module runs once, in the forward pass, so random masks (dropout) are drawn once,
@@ -54,7 +54,8 @@ def run_under_vmap(
         forward: the module's own forward.
         copies: [batch, *shape] for each trainable parameter.
         batch_size: the samples of this forward pass.
-        args, kwargs: of the call. Tensors whose first dimension is `batch_size` are split by sample.
+        args, kwargs: of the call. Tensors whose first dimension is `batch_size` are split by
+            sample.
     """
     module = hooked.module
     if hooked.adapter is not None and hooked.adapter.per_sample_forward is not None:
@@ -98,15 +99,17 @@ def run_under_vmap(
         raise
     except Exception as problem:
         raise PrivacyError(
-            f"module '{hooked.name}' ({type(module).__name__}) owns parameters, has no adapter, and "
-            f"does not run under torch.vmap: {problem}. Build it from standard layers, move its own "
-            "parameters into a submodule of their own, freeze it, or give it an adapter with "
-            "dpkfc.register_layer"
+            f"module '{hooked.name}' ({type(module).__name__}) owns parameters, has no adapter, "
+            f"and does not run under torch.vmap: {problem}. Build it from standard layers, move "
+            "its own parameters into a submodule of their own, freeze it, or give it an adapter "
+            "with dpkfc.register_layer"
         ) from problem
 
 
 def _shared_attention_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A two-dimensional attn_mask of MultiheadAttention is shared by the samples, whatever its size."""
+    """A two-dimensional attn_mask of MultiheadAttention is shared by the samples, whatever its
+    size.
+    """
     if not isinstance(module, nn.MultiheadAttention):
         return None
     signature = inspect.signature(nn.MultiheadAttention.forward)
@@ -114,6 +117,7 @@ def _shared_attention_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dic
     if isinstance(mask, Tensor) and mask.dim() == 3:
         raise PrivacyError(
             "MultiheadAttention with a three-dimensional attn_mask is not supported: pass one mask "
-            "for all samples ([L, S]) and the padding of each sample as key_padding_mask ([batch, S])"
+            "for all samples ([L, S]) and the padding of each sample as key_padding_mask ([batch, "
+            "S])"
         )
     return mask
