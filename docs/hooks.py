@@ -61,15 +61,16 @@ class Doctests(griffe.Extension):
 def result_pages() -> list[tuple[str, str]]:
     """Title and path of every page of results.
 
-    The title is the name of the folder, or the name of the page if the folder has several pages.
+    The title is the name of the folder. The other pages of a folder that has several are titled
+    "folder: page".
     """
-    pages = sorted(RESULTS.glob("*/*.md"))
-    folders = [page.parent for page in pages]
-    names = [page.stem if folders.count(page.parent) > 1 else page.parent.name for page in pages]
-    return [
-        (name.replace("-", " "), f"{page.parent.name}/{page.name}")
-        for name, page in zip(names, pages, strict=True)
-    ]
+    pages = []
+    for page in sorted(RESULTS.glob("*/*.md")):
+        folder = page.parent.name
+        is_only = len(list(page.parent.glob("*.md"))) == 1
+        title = folder if is_only or page.stem == folder else f"{folder}: {page.stem}"
+        pages.append((title.replace("-", " "), f"{folder}/{page.name}"))
+    return pages
 
 
 def command_line() -> list[str]:

@@ -23,7 +23,7 @@ RECORDED_RUNS = RESULTS / "optimizers" / "results.jsonl"
 PICTURE = RESULTS / "accuracy-against-epsilon.png"
 
 EPSILONS = (1.0, 2.0, 5.0, 8.0)
-LOSSES = {"cross-entropy": 0.0, "cross-entropy, labels smoothed by 0.3": 0.3}
+LOSSES = {"cross-entropy": 0.0, "with label smoothing 0.3": 0.3}
 # Recorded name: label, color, marker. The colors are those of Okabe and Ito (color-blind safe).
 METHODS = {
     "dp-kfc + correlated noise": ("DP-KFC + correlated noise", "#009E73", "s"),
@@ -63,7 +63,7 @@ def accuracies(runs: list[Run], method: str, smoothing: float) -> dict[float, tu
 
 
 def draw(runs: list[Run], file: Path) -> None:
-    figure, panels = plt.subplots(1, 2, figsize=(8.4, 3.6), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(6.4, 3.3), sharey=True, layout="constrained")
     for panel, (loss, smoothing) in zip(panels, LOSSES.items(), strict=True):
         for method, (label, color, marker) in METHODS.items():
             points = accuracies(runs, method, smoothing)
