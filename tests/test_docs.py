@@ -33,7 +33,7 @@ WITH_DIFF = [page for page in PAGES if "```diff" in page.read_text()]
 # Pages outside docs/results that repeat recorded accuracies.
 SUMMARIES = [
     README,
-    *(DOCS / name for name in ("accuracy.md", "geometry.md", "correlated-noise.md")),
+    *(DOCS / name for name in ("accuracy.md", "geometry.md", "correlated-noise.md", "recipe.md")),
 ]
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", re.DOTALL)
 DIFF = re.compile(r"```diff\n(.*?)```", re.DOTALL)
