@@ -1,17 +1,22 @@
-"""Every Python block of the README and the docs runs as a reader would run it, and prints what the page says it prints.
+"""Tests of the README and of the documentation site.
 
-The site builds without a warning, has every page, and loads nothing from elsewhere.
+Every Python block runs, and prints what the page says it prints. Both sides of every diff block
+run. Accuracies on the summary pages are those of the recorded tables. The site builds without
+warnings, contains every page and loads nothing from other hosts.
 """
 
 from __future__ import annotations
 
 import re
+import runpy
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -21,33 +26,23 @@ from dpkfc.app.cli.main import app
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+README = ROOT / "README.md"
+PAGES = [README, *sorted(DOCS.rglob("*.md"))]
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
+WITH_DIFF = [page for page in PAGES if "```diff" in page.read_text()]
+# Pages outside docs/results that repeat recorded accuracies.
+SUMMARIES = [
+    README,
+    *(DOCS / name for name in ("accuracy.md", "geometry.md", "correlated-noise.md", "recipe.md")),
+]
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", re.DOTALL)
+DIFF = re.compile(r"```diff\n(.*?)```", re.DOTALL)
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
+ACCURACY = re.compile(r"\d+\.\d\d ± \d\.\d\d")
 
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
-
-
-@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
-def test_code_blocks_run(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    blocks = BLOCK.findall(page.read_text())
-    assert blocks
-    names: dict[str, object] = {"__name__": page.stem}
-    for code, shown in blocks:
-        exec(compile(code, str(page), "exec"), names)
-        printed = capsys.readouterr().out
-        if shown:
-            assert words(printed) == words(shown)
-            assert numbers(printed) == pytest.approx(
-                numbers(shown), rel=0.05
-            )  # other machines round otherwise
 
 
 def words(text: str) -> list[str]:
@@ -58,14 +53,67 @@ def numbers(text: str) -> list[float]:
     return [float(number.replace(",", "")) for number in NUMBER.findall(text)]
 
 
+@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
+def test_code_blocks_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    blocks = BLOCK.findall(page.read_text())
+    assert blocks
+    namespace: dict[str, object] = {"__name__": page.stem}
+    for code, shown in blocks:
+        exec(compile(code, str(page), "exec"), namespace)
+        printed = capsys.readouterr().out
+        if shown:
+            assert words(printed) == words(shown)
+            # Other machines round differently.
+            assert numbers(printed) == pytest.approx(numbers(shown), rel=0.05)
+
+
+@pytest.mark.parametrize("removed", ["-", "+"], ids=["private", "ordinary"])
+@pytest.mark.parametrize("page", WITH_DIFF, ids=name_of)
+def test_both_sides_of_a_diff_run(page: Path, removed: str) -> None:
+    """`model`, `optimizer` and `loader` are given, for images of 28 x 28 pixels."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.rand(200, 1, 28, 28), torch.randint(10, (200,)))
+    for diff in DIFF.findall(page.read_text()):
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
+        model.input_shape = (1, 28, 28)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        namespace: dict[str, object] = {
+            "F": F,
+            "dpkfc": dpkfc,
+            "model": model,
+            "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+            "loader": DataLoader(data, batch_size=50, shuffle=True),
+        }
+        lines = [line[1:] for line in diff.splitlines() if not line.startswith(removed)]
+        exec(compile("\n".join(lines), str(page), "exec"), namespace)
+        after = list(model.parameters())
+        assert not any(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+        if removed == "-":
+            run = namespace["run"]
+            assert isinstance(run, dpkfc.PrivateRun)
+            assert run.epsilon() == pytest.approx(1.0, abs=1e-3)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().split()) <= 500
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), target
 
 
+def recorded_tables() -> str:
+    return " ".join(page.read_text() for page in DOCS.glob("results/*/*.md"))
+
+
 def test_figures_of_the_overview_are_those_of_the_tables() -> None:
-    tables = " ".join(page.read_text() for page in DOCS.glob("results/*/*.md"))
+    tables = recorded_tables()
     figures = re.findall(r"(?<![\w.])\d+\.\d+", (DOCS / "results" / "index.md").read_text())
     assert figures
     assert [
@@ -75,12 +123,49 @@ def test_figures_of_the_overview_are_those_of_the_tables() -> None:
     ] == []
 
 
+@pytest.mark.parametrize("page", SUMMARIES, ids=name_of)
+def test_accuracies_of_summary_pages_are_those_of_the_tables(page: Path) -> None:
+    tables = set(ACCURACY.findall(recorded_tables()))
+    accuracies = set(ACCURACY.findall(page.read_text()))
+    assert accuracies
+    assert accuracies - tables == set()
+
+
+def test_the_picture_of_accuracies_shows_the_recorded_table(tmp_path: Path) -> None:
+    script = runpy.run_path(str(DOCS / "figures" / "accuracy_against_epsilon.py"))
+    runs = script["recorded_runs"]()
+    rows = (DOCS / "results" / "optimizers" / "accuracy.md").read_text().splitlines()
+    for method in script["METHODS"]:
+        row = next(line for line in rows if line.startswith(f"| {method} |"))
+        drawn = [
+            f"{mean:.2f} ± {deviation:.2f}"
+            for smoothing in script["LOSSES"].values()
+            for mean, deviation in script["accuracies"](runs, method, smoothing).values()
+        ]
+        assert drawn == ACCURACY.findall(row)
+    script["draw"](runs, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
-    "module", [dpkfc, dpkfc.optim, dpkfc.diagnostics, dpkfc.features], ids=lambda m: m.__name__
+    "module",
+    [
+        dpkfc,
+        dpkfc.probes,
+        dpkfc.noise,
+        dpkfc.losses,
+        dpkfc.optim,
+        dpkfc.tuning,
+        dpkfc.diagnostics,
+        dpkfc.features,
+    ],
+    ids=lambda module: module.__name__,
 )
 def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
     reference = " ".join(page.read_text() for page in DOCS.glob("api/*.md"))
     shown = set(re.findall(r"^(?:::: | +heading: )(\S+)", reference, re.MULTILINE))
+    # The tuning functions are documented by their names at the top level.
+    shown |= {name.replace("dpkfc.", "dpkfc.tuning.", 1) for name in shown if ".tune" in name}
     names = {f"{module.__name__}.{name}" for name in public_names(module)}
     assert names
     assert names - shown == set()
@@ -100,7 +185,7 @@ def public_names(module: ModuleType) -> list[str]:
 
 
 class Page(HTMLParser):
-    """What a page loads, and where its links lead."""
+    """The files that a page loads, and the targets of its links."""
 
     LOADING = ("script", "link", "img", "iframe", "source", "video", "audio", "object", "embed")
 
@@ -122,20 +207,17 @@ def test_the_site_builds_is_complete_and_loads_nothing_from_elsewhere(tmp_path: 
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 
-    build(
-        load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True)
-    )  # any warning aborts
+    # With strict=True any warning aborts the build.
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True))
 
     pages = {str(page.relative_to(DOCS).with_suffix(".html")) for page in DOCS.rglob("*.md")}
     home = Page(tmp_path / "index.html")
     assert pages - home.links == set(), "not in the navigation"
     for name in pages:
-        elsewhere = [
-            found for found in Page(tmp_path / name).loaded if re.match(r"\w+:(?!image/)|//", found)
-        ]
-        assert elsewhere == [], name
+        loaded = Page(tmp_path / name).loaded
+        assert [url for url in loaded if re.match(r"\w+:(?!image/)|//", url)] == [], name
         assert 'class="mermaid"' not in (tmp_path / name).read_text(), (
-            f"{name}: its script would come from elsewhere"
+            f"{name}: mermaid would load its script from another host"
         )
     for sheet in tmp_path.rglob("*.css"):
         assert not re.search(r"@import|url\([\"']?(https?:)?//", sheet.read_text()), sheet
@@ -143,9 +225,8 @@ def test_the_site_builds_is_complete_and_loads_nothing_from_elsewhere(tmp_path: 
     reference = (tmp_path / "cli.html").read_text()
     for name in get_command(app).commands:
         assert f'id="dpkfc-{name}"' in reference
-        said = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"}).output
-        assert [
-            option for option in re.findall(r"--[a-z-]+", said) if option not in reference
-        ] == []
+        output = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"}).output
+        options = re.findall(r"--[a-z-]+", output)
+        assert [option for option in options if option not in reference] == []
     formulas = (tmp_path / "formulas.html").read_text()
     assert formulas.count("<math") > 30 and "arithmatex" not in formulas
