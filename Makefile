@@ -15,6 +15,7 @@ test: $(VENV)/.test  ## all tests, on two cores
 lint: $(VENV)/.lint
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports
 
 bench: $(VENV)/.bench  ## step time and memory beside ordinary training and Opacus; how time grows with size; noise
 	mkdir -p benchmarks/results

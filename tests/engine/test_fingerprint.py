@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from dpkfc.engine.fingerprint import EXACT, SAME, Fingerprint, difference
 from dpkfc.engine.loss_comparison import random_weights
-from dpkfc.per_sample.accumulate import CapturedGrads
-from dpkfc.per_sample.capture import GradientCapture
+from dpkfc.per_sample.capture import CapturedGrads, GradientCapture
 
 ROWS = 7
 

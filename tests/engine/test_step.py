@@ -21,8 +21,8 @@ from dpkfc.engine.step import (
 from dpkfc.geometry.diagonal import DiagonalMap
 from dpkfc.noise.independent import Independent
 from dpkfc.noise.workload import Workload
-from dpkfc.per_sample.accumulate import CapturedGrads
 from dpkfc.per_sample.base import LinearMap, ParamKey
+from dpkfc.per_sample.capture import CapturedGrads
 from dpkfc.per_sample.dense import DenseGrad
 
 BATCH = 6

@@ -18,9 +18,8 @@ from dpkfc.diagnostics.passes import Examples, layers_of
 from dpkfc.engine.step import clip_and_sum, preconditioned_sum
 from dpkfc.geometry.base import Geometry
 from dpkfc.geometry.identity import Identity
-from dpkfc.per_sample.accumulate import CapturedGrads, GradAccumulator
 from dpkfc.per_sample.base import LinearMap, ParamKey, PreconditionerOf
-from dpkfc.per_sample.capture import GradientCapture
+from dpkfc.per_sample.capture import CapturedGrads, GradAccumulator, GradientCapture
 from dpkfc.per_sample.rounding import full_precision
 from dpkfc.planning.plan import read_clip
 

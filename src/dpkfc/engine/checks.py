@@ -29,9 +29,8 @@ from dpkfc.engine.batch import all_equal, copied, has_rows, parts_of, pick
 from dpkfc.engine.fingerprint import EXACT, Fingerprint, difference
 from dpkfc.engine.rng_state import kept_generators
 from dpkfc.errors import PrivacyError
-from dpkfc.per_sample.accumulate import CapturedGrads
 from dpkfc.per_sample.base import IDENTITY_MAP, ParamKey, PreconditionerOf
-from dpkfc.per_sample.capture import GradientCapture, Hook
+from dpkfc.per_sample.capture import CapturedGrads, GradientCapture, Hook
 
 ROWS = 4  # records in a trial batch
 DRAWS = 4  # random seeds with which the reduction is tried

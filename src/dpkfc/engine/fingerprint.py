@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpkfc.per_sample.accumulate import CapturedGrads
 from dpkfc.per_sample.base import ParamKey
+from dpkfc.per_sample.capture import CapturedGrads
 from dpkfc.per_sample.rounding import full_precision
 
 # norms below this fraction of the largest norm are compared on the scale of that fraction

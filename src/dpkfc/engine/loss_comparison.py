@@ -32,9 +32,8 @@ from dpkfc.engine.checks import (
 from dpkfc.engine.fingerprint import SAME, Difference, Fingerprint, difference
 from dpkfc.engine.rng_state import get_generators, kept_generators, set_generators
 from dpkfc.errors import PrivacyError
-from dpkfc.per_sample.accumulate import CapturedGrads, GradAccumulator
 from dpkfc.per_sample.base import PreconditionerOf
-from dpkfc.per_sample.capture import GradientCapture
+from dpkfc.per_sample.capture import CapturedGrads, GradAccumulator, GradientCapture
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Backward = Callable[[Callable[[], Tensor]], Any]

@@ -1,9 +1,9 @@
 """The handle of a private run: what a user asks of it, and what happens at each event of the loop.
 
     run.loader   -> _start_iteration, _begin_batch    sampling; refresh of the geometry
-    forward      -> before_forward                    capture (per_sample/)
-    backward     -> receive                           per-sample gradients and their norms
-    step()       -> _before_step                      clip, sum, noise, .grad (engine/step.py)
+    forward      -> _before_forward                   hooks of per_sample/capture.py
+    backward     -> _LoopGrads.receive                per-sample gradients and their norms
+    step()       -> _before_step                      clip, sum, noise, .grad: engine/step.py
 
 The rules that a loop must keep are in `engine.guards`.
 """
@@ -31,22 +31,13 @@ from dpkfc.engine.fingerprint import Fingerprint
 from dpkfc.engine.loader import Chunk, PrivateLoader, Source
 from dpkfc.engine.loss_comparison import LoopTrace, Loss, compare_with_declared_loss, random_weights
 from dpkfc.engine.options import Options
-from dpkfc.engine.step import (
-    Sums,
-    add_noise_,
-    add_sums_,
-    clip_and_sum,
-    map_after_noise_,
-    sum_per_parameter,
-    write_grads,
-)
+from dpkfc.engine.step import Sums, add_sums_, clip_and_sum, release, write_grads
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.base import Geometry
 from dpkfc.noise.factorization import Factorization
 from dpkfc.optim.base import RunAware
-from dpkfc.per_sample.accumulate import CapturedGrads, GradAccumulator
 from dpkfc.per_sample.base import LayerCall, LinearMap, ParamKey
-from dpkfc.per_sample.capture import GradientCapture, Hook
+from dpkfc.per_sample.capture import CapturedGrads, GradAccumulator, GradientCapture, Hook
 from dpkfc.per_sample.rounding import full_precision
 from dpkfc.planning.plan import NOT_CHECKED, Plan
 from dpkfc.random import first_key, next_key, sub_key
@@ -137,7 +128,7 @@ class PrivateRun:
         # charged by a run that did not survive to write them into its checkpoint
         self._lost_steps = 0
         self._batch = LogicalBatch()
-        self._captured = GradAccumulator(self._preconditioner_of)
+        self._captured = _LoopGrads(self) if options.grad_scaler is None else _ScaledLoopGrads(self)
         self._accumulating = False
         self._after_step: list[Callable[[], Any]] = []
         self.loader = PrivateLoader(
@@ -154,7 +145,7 @@ class PrivateRun:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._run_after_step),
         ]
-        capture.attach(self)
+        capture.attach(self._captured)
         if isinstance(optimizer, RunAware):
             optimizer.bind_run(self.accumulate_per_sample)
         foreign.register(self)
@@ -296,9 +287,9 @@ class PrivateRun:
     def _end_iteration(self) -> None:
         foreign.iteration_ends(self)
 
-    # -- the loop calls the model (events of `per_sample.capture`)
+    # -- the loop calls the model
 
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         guards.no_new_parameters(self.model, self._names)
         if not self._accumulating:
             self._absorb()
@@ -313,14 +304,6 @@ class PrivateRun:
         """Without a declared loss, the model alone is checked, on a batch of several records."""
         several = (self._capture.batch_size or 0) > 1
         return self._check_due and self._loss is None and self.batch_open and several
-
-    def receive(self, call: LayerCall) -> None:
-        self._captured.receive(call)
-        if self._options.grad_scaler is not None:
-            # a GradScaler steps only if it finds a gradient
-            trainable = (p for p in self._names if p.requires_grad)
-            smallest = min(trainable, key=lambda p: p.numel())
-            smallest.grad = torch.zeros_like(smallest)
 
     def _absorb(self) -> None:
         """Clip what the last backward left behind and add it to the sums."""
@@ -406,11 +389,10 @@ class PrivateRun:
 
     def _private_step(self, chunk: Chunk) -> None:
         """Charge the step, add noise to the sums, and write ``.grad``."""
-        trainable = self._trainable()
         correlated = self.factorization.bands != 1
         guards.all_samples_seen(chunk, self._batch.samples)
         guards.steps_left(self.charged, self.plan.steps)
-        guards.same_trainable(trainable, self._trainable_at_start, correlated)
+        guards.same_trainable(self._trainable(), self._trainable_at_start, correlated)
         if self._ledger is not None:
             self._ledger.charge(self.run_id, self.charged + 1)
         sums, key, step = self._batch.sums, self._key, self.charged
@@ -420,12 +402,16 @@ class PrivateRun:
         self._key = next_key(key)
         self._drop_batch()
         with full_precision(next(self.model.parameters()).device):
-            grads = sum_per_parameter(sums, trainable)
-            scale = self.plan.noise_scale / self.plan.batch_size
-            noise_key = sub_key(key + self._salt, "noise")
-            add_noise_(grads, self._noise, noise_key, scale, step, self.plan.grid)
-            map_after_noise_(grads, self.geometry.after_noise())
-            write_grads(self._names, grads)
+            release(
+                sums,
+                self._names,
+                self._noise,
+                sub_key(key + self._salt, "noise"),
+                scale=self.plan.noise_scale / self.plan.batch_size,
+                step=step,
+                grid=self.plan.grid,
+                maps_after_noise=self.geometry.after_noise(),
+            )
 
     def _run_after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.took_step:
@@ -556,6 +542,27 @@ class PrivateRun:
             )
         self._noise.check_state(state["noise"])
         return plan
+
+
+class _LoopGrads(GradAccumulator):
+    """The per-sample gradients of the user's loop."""
+
+    def __init__(self, run: PrivateRun) -> None:
+        super().__init__(run._preconditioner_of)
+        self._run = run
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._run._before_forward(args, kwargs)
+
+
+class _ScaledLoopGrads(_LoopGrads):
+    """With a GradScaler, which steps only if it finds a gradient: a zero one, replaced later."""
+
+    def receive(self, call: LayerCall) -> None:
+        super().receive(call)
+        trainable = self._run._trainable().values()
+        smallest = min(trainable, key=lambda p: p.numel())
+        smallest.grad = torch.zeros_like(smallest)
 
 
 def _secret_steps(steps: int) -> set[int]:

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from dpkfc.clipping import clip_weights
 from dpkfc.noise.grid import round_to_grid_
 from dpkfc.noise.stream import Stream
-from dpkfc.per_sample.accumulate import CapturedGrads
 from dpkfc.per_sample.base import LinearMap, ParamKey, PerSampleGrad, PreconditionerOf
+from dpkfc.per_sample.capture import CapturedGrads
 from dpkfc.per_sample.rounding import at_least_float32
 
 Sums = dict[ParamKey, list[Tensor]]
@@ -161,3 +161,29 @@ def write_grads(params: Mapping[nn.Parameter, str], grads: Mapping[str, Tensor])
     """
     for p, name in params.items():
         p.grad = grads[name].to(p.dtype) if name in grads else None
+
+
+def release(
+    sums: Sums,
+    params: Mapping[nn.Parameter, str],
+    noise: Stream,
+    key: bytes,
+    *,
+    scale: float,
+    step: int,
+    grid: float,
+    maps_after_noise: Mapping[tuple[str, ...], LinearMap],
+) -> None:
+    """From the sums of a logical batch to ``.grad``: the only place where something is released.
+
+    Args:
+        sums: ``Σ_i c_i U g_i / E[batch]`` of the whole logical batch; consumed.
+        params: all parameters of the model with their names.
+        noise, key, scale, step, grid: see `add_noise_`.
+        maps_after_noise: see `map_after_noise_`.
+    """
+    trainable = {name: p for p, name in params.items() if p.requires_grad}
+    grads = sum_per_parameter(sums, trainable)
+    add_noise_(grads, noise, key, scale, step, grid)
+    map_after_noise_(grads, maps_after_noise)
+    write_grads(params, grads)
