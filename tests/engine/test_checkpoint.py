@@ -206,12 +206,12 @@ def test_wrong_checkpoints_are_refused_and_nothing_is_changed(tmp_path: Path) ->
     before = weights(other[1])
     with pytest.raises(dpkfc.PrivacyError, match="another plan: clip"):
         other[0].load(tmp_path / "run", scheduler=other[3])
-    with pytest.raises(dpkfc.PrivacyError, match="disagree about: scheduler"):
+    with pytest.raises(ValueError, match="disagree about: scheduler"):
         other[0].load(tmp_path / "run")
-    with pytest.raises(dpkfc.PrivacyError, match="not a readable checkpoint"):
+    with pytest.raises(ValueError, match="not a readable checkpoint"):
         other[0].load(tmp_path / "nowhere")
     (tmp_path / "run" / "state.json").write_text("{")
-    with pytest.raises(dpkfc.PrivacyError, match="not a readable checkpoint"):
+    with pytest.raises(ValueError, match="not a readable checkpoint"):
         other[0].load(tmp_path / "run", scheduler=other[3])
     assert torch.equal(before, weights(other[1])) and other[0].steps == 0
 
@@ -231,6 +231,6 @@ def test_states_that_are_not_plain_data_are_refused(tmp_path: Path) -> None:
             return {"thing": object()}
 
     run = make("sgd")
-    with pytest.raises(dpkfc.PrivacyError, match="/others/odd/thing"):
+    with pytest.raises(TypeError, match="/others/odd/thing"):
         run[0].save(tmp_path / "run", odd=Odd())
     assert not (tmp_path / "run").exists()

@@ -166,7 +166,7 @@ class TestLosses:
         assert all(
             torch.equal(p, b) for p, b in zip(private.model.parameters(), before, strict=True)
         )
-        with pytest.raises(dpkfc.PrivacyError, match=r"without a batch from private\.loader"):
+        with pytest.raises(dpkfc.PrivacyError, match=r"without a batch from run\.loader"):
             private.optimizer.step()  # `except: pass` does not release it either
 
     def test_unchecked_it_is_silently_wrong_and_the_plan_says_that_nobody_looked(
@@ -636,7 +636,7 @@ class TestNoiseIsUsedOnce:
         second = begin(copy.deepcopy(first.model), records(), **settings)
         second.load_state_dict(first.state_dict())
         released(second)
-        with pytest.raises(dpkfc.PrivacyError, match="loaded into another handle"):
+        with pytest.raises(dpkfc.PrivacyError, match="loaded into another run object"):
             released(first)
 
     def test_a_state_that_another_process_kept_by_itself(
@@ -807,7 +807,7 @@ def test_a_head_outside_the_model_with_an_optimizer_of_its_own_is_refused(
         if when == "after":
             private.optimizer.step()
         with pytest.raises(
-            dpkfc.PrivacyError, match=r"Linear\.weight of shape .* part of no private model"
+            dpkfc.PrivacyError, match=r"Linear\.weight of shape .* not part of a private model"
         ):
             other.step()
         break
@@ -1260,7 +1260,7 @@ def test_hugging_face_trainer_takes_all_steps_with_physical_chunks(tmp_path: Pat
             lr_scheduler_type=schedule,
         )
         if schedule == "linear":
-            with pytest.raises(dpkfc.PrivacyError, match=r"private\.after_step"):
+            with pytest.raises(dpkfc.PrivacyError, match=r"run\.after_step"):
                 trainer.train()
         else:
             trainer.train()

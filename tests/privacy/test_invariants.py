@@ -188,7 +188,7 @@ class TestEveryParameter:
 
     def test_missing_and_foreign_parameters_are_refused(self) -> None:
         model = small_cnn()
-        with pytest.raises(dpkfc.PrivacyError, match=r"missing from the optimizer: 0\.weight"):
+        with pytest.raises(ValueError, match=r"missing from the optimizer: 0\.weight"):
             dpkfc.make_private(
                 model,
                 torch.optim.SGD(model[-1].parameters(), 0.1),
@@ -411,7 +411,7 @@ class TestSampling:
         ],
     )
     def test_foreign_samplers_are_refused(self, build: Any) -> None:
-        with pytest.raises(dpkfc.PrivacyError, match="Poisson"):
+        with pytest.raises(TypeError, match="Poisson"):
             start(small_cnn(), build(images()))
 
     def test_a_loader_keeps_its_data_collate_function_and_batch_size(self) -> None:
@@ -442,7 +442,7 @@ class TestSampling:
         model, data = small_cnn(), images()
         private, optimizer = start(model, data)
         loss_of(model, data.tensors).backward()
-        with pytest.raises(dpkfc.PrivacyError, match=r"without a batch from private\.loader"):
+        with pytest.raises(dpkfc.PrivacyError, match=r"without a batch from run\.loader"):
             optimizer.step()
         assert private.epsilon() == 0
 

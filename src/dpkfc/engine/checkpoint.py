@@ -13,7 +13,6 @@ import os
 import secrets
 import tempfile
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +22,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpkfc.engine import lineage
+from dpkfc.engine import lineage, resume
 from dpkfc.engine.rng_state import get_generators, set_generators
 from dpkfc.errors import PrivacyError
-from dpkfc.random import is_key
 
 if TYPE_CHECKING:
     from dpkfc.engine.run import PrivateRun
@@ -97,12 +95,12 @@ def load(path: str | os.PathLike[str], run: PrivateRun, others: dict[str, Any]) 
             f"checkpoint and call disagree about: {', '.join(sorted(unknown))}. Pass the same "
             "keyword arguments to save and load"
         )
-    run._check_state(run_state)
+    resume.check_state(run, run_state)
     _check_model(run.model, model)
     _check_optimizer(run.optimizer, optimizer)
     continued_before = lineage.marker(path, checkpoint_id).exists()
     # first: if what follows fails, the steps behind these weights are counted
-    run._continue(run_state, fresh=continued_before)
+    resume.continue_run(run, run_state, fresh=continued_before)
     run._checkpoints = [] if continued_before else [(path, checkpoint_id)]
     if continued_before and run.charged == run_state["step"] + run_state["lost_steps"]:
         warnings.warn(lineage.continued_before(path), stacklevel=3)
@@ -123,42 +121,6 @@ def claim(folder: Path, checkpoint_id: str) -> bool | None:
             return False
 
     return lineage.claim(folder, checkpoint_id, exists)
-
-
-def check_run_state(state: Any, steps: int) -> None:
-    """Refuse a state of a run with numbers or keys that no run can have written."""
-    wanted: dict[str, Callable[[Any], bool]] = {
-        "plan": lambda value: isinstance(value, dict),
-        "step": lambda value: type(value) is int and 0 <= value <= steps,
-        "lost_steps": lambda value: type(value) is int and 0 <= value <= steps,
-        "key": is_key,
-        "groups": is_key,
-        "run": lambda value: isinstance(value, str) and bool(value),
-        "weights": is_key,
-        "salt": lambda value: value == "" or is_key(value),
-        "not_private": lambda value: (
-            isinstance(value, dict)
-            and set(value) == {"samples", "clipped", "non_finite"}
-            and all(type(count) is int and count >= 0 for count in value.values())
-        ),
-        "geometry": lambda value: isinstance(value, dict),
-        "noise": lambda value: isinstance(value, dict),
-    }
-    if not isinstance(state, dict):
-        raise PrivacyError(
-            f"the state of a run is a dict, not {type(state).__name__}: it is damaged"
-        )
-    bad = [name for name, sound in wanted.items() if name not in state or not sound(state[name])]
-    if not bad and state["step"] + state["lost_steps"] > steps:
-        bad = ["step + lost_steps"]
-    if not bad and state["noise"].get("next", 0) > state["step"] + state["lost_steps"]:
-        bad = ["noise: next"]
-    if bad:
-        raise PrivacyError(
-            f"the state of the run cannot be right: {', '.join(bad)} missing, of another kind or "
-            "out of range. It is damaged or was changed: restore it from a backup. Nothing was "
-            "changed here"
-        )
 
 
 def _check_model(model: nn.Module, state: Any) -> None:

@@ -16,7 +16,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +25,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpkfc.accounting.ledger import Ledger
-from dpkfc.engine import checkpoint, foreign, guards, lineage
+from dpkfc.engine import checkpoint, foreign, guards, lineage, resume
 from dpkfc.engine.checks import check_isolation
 from dpkfc.engine.fingerprint import Fingerprint
 from dpkfc.engine.loader import Chunk, PrivateLoader, Source
 from dpkfc.engine.loss_comparison import LoopTrace, Loss, compare_with_declared_loss, random_weights
 from dpkfc.engine.options import Options
 from dpkfc.engine.step import Sums, add_sums_, clip_and_sum, release, write_grads
-from dpkfc.errors import PrivacyError
 from dpkfc.geometry.base import Geometry
 from dpkfc.noise.factorization import Factorization
 from dpkfc.optim.base import RunAware
 from dpkfc.per_sample.base import LayerCall, LinearMap, ParamKey
 from dpkfc.per_sample.capture import CapturedGrads, GradAccumulator, GradientCapture, Hook
 from dpkfc.per_sample.rounding import full_precision
-from dpkfc.planning.plan import NOT_CHECKED, Plan
+from dpkfc.planning.plan import Plan
 from dpkfc.random import first_key, next_key, sub_key
 from dpkfc.sampling import CyclicPoisson
 
@@ -48,7 +47,7 @@ SECRET_CHECKS = 3  # steps after the first at which model and loss are checked a
 
 @dataclass
 class NotPrivate:
-    """Exact counts over the private records. Epsilon does not cover them: do not publish them."""
+    """Exact counts over the private records, not covered by epsilon: do not publish them."""
 
     samples: int = 0
     clipped: int = 0
@@ -246,7 +245,7 @@ class PrivateRun:
         guards.attached(self.detached)
         guards.previous_step_taken(chunk, self.charged)
         if self._ledger is not None and not self._ledger_open:
-            self._open_in_ledger(self._ledger, self.run_id, self.plan)
+            resume.open_in_ledger(self, self._ledger, self.run_id, self.plan)
         if chunk.first:
             self._drop_batch()
             self._begin_step(chunk.step)
@@ -447,101 +446,13 @@ class PrivateRun:
         self._checkpoints = []
         return claims
 
-    def _open_in_ledger(self, ledger: Ledger, run_id: str, plan: Plan) -> int:
-        charged = ledger.open_run(
-            run_id, plan.mechanism, delta=plan.delta, unchecked=plan.unchecked
-        )
-        self._ledger_open = True
-        return charged
-
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides model and optimizer. Holds secret keys."""
-        return {
-            "plan": self.plan.to_json(),
-            "step": self.steps,
-            "lost_steps": self._lost_steps,
-            "key": self._key.hex(),
-            "groups": self._group_key.hex(),
-            "run": self.run_id,
-            "weights": self._weights_digest(),
-            "salt": self._salt.hex(),
-            "not_private": vars(self.not_private).copy(),
-            "geometry": self.geometry.state_dict(),
-            "noise": self._noise.state_dict(),
-        }
+        return resume.state_of(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the run that wrote `state`. The plan must be the same.
-
-        A run that has taken steps can only go back or forward within itself: with the state of
-            another run it would take over that run's count of steps and forget its own.
-
-        **Guarantee.** No noise is used twice. If this process or the ledger knows of steps after
-        the state (the process died after its last checkpoint, or goes back to it), their results
-        may have
-        been seen: they stay charged, and fresh entropy is mixed into the key. The same holds where
-            it
-        cannot be known whether the state was continued before: it comes from another process,
-            without a ledger and without a seed. (`load` can know.) Otherwise the run continues bit
-            for bit.
-        """
-        unknown = lineage.steps_here(str(state.get("run"))) is None and self._ledger is None
-        seeded = "seed" in state.get("plan", {}).get("unchecked", ())
-        self._continue(state, fresh=unknown and not seeded)
-
-    def _continue(self, state: dict[str, Any], fresh: bool) -> None:
-        plan = self._check_state(state)
-        run_id, step, lost = state["run"], state["step"], state["lost_steps"]
-        key = bytes.fromhex(state["key"])
-        own = self.charged if run_id == self.run_id else 0
-        charged = max(lineage.steps_here(run_id) or 0, own)
-        if self._ledger is not None:
-            charged = max(charged, self._open_in_ledger(self._ledger, run_id, plan))
-        if charged > step + lost:
-            non_negative = self.factorization.non_negative(self.plan.steps)
-            guards.noise_may_restart(
-                self.factorization.bands, self.plan.groups, non_negative, self.factorization.name
-            )
-            lost, fresh = charged - step, True
-        _load_geometry(self.geometry, state["geometry"])
-        # after lost steps the stream restarts at the next step
-        self._noise.load_state_dict(state["noise"])
-        self.plan = plan
-        self.steps, self._lost_steps, self.run_id = step, lost, run_id
-        self._key = lineage.fresh_key(key) if fresh else key
-        self._group_key = bytes.fromhex(state["groups"])
-        self._salt, self._pid = bytes.fromhex(state["salt"]), os.getpid()
-        lineage.own(run_id, self._handle_id, self.charged)
-        self._expected_weights, self._checkpoints = state["weights"], []
-        self._check_due = self._check_due or bool(self._secret_steps)
-        self.not_private = NotPrivate(**state["not_private"])
-        self._drop_batch()
-
-    def _check_state(self, state: dict[str, Any]) -> Plan:
-        """The plan to continue with; refuses a state that cannot be continued, changing nothing."""
-        checkpoint.check_run_state(state, self.plan.steps)
-        plan = self.plan
-        if self._clip_from_probes:  # chosen at the first weights of the run that is continued
-            plan = replace(plan, clip=state["plan"]["clip"])
-        # what was not checked stays unchecked
-        unchecked = set(plan.unchecked) | set(state["plan"].get("unchecked", ()))
-        plan = replace(plan, unchecked=tuple(what for what in NOT_CHECKED if what in unchecked))
-        own = {k: v for k, v in plan.to_json().items() if k != "unchecked"}
-        given = {k: v for k, v in state["plan"].items() if k != "unchecked"}
-        if given != own:
-            changed = [k for k, v in own.items() if given.get(k) != v]
-            raise PrivacyError(
-                f"the checkpoint belongs to another plan: {', '.join(changed)} differ. Make the "
-                "run private with the same settings to resume it"
-            )
-        if self.charged and state["run"] != self.run_id:
-            raise PrivacyError(
-                f"the checkpoint belongs to another run, and this one has taken {self.charged} "
-                "steps, which it would forget. Call detach() and make_private again, and load the "
-                "checkpoint into that run"
-            )
-        self._noise.check_state(state["noise"])
-        return plan
+        """Continue the run that wrote `state`. The plan must be the same. See `engine.resume`."""
+        resume.load_state(self, state)
 
 
 class _LoopGrads(GradAccumulator):
@@ -574,13 +485,3 @@ def _backward_of(optimizer: Optimizer) -> Callable[[Callable[[], Tensor]], Any]:
     if isinstance(optimizer, RunAware):
         return optimizer.backward
     return lambda closure: closure().backward()
-
-
-def _load_geometry(geometry: Geometry, state: dict[str, Any]) -> None:
-    """All of it or nothing."""
-    before = geometry.state_dict()
-    try:
-        geometry.load_state_dict(state)
-    except BaseException:
-        geometry.load_state_dict(before)
-        raise
