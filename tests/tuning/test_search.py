@@ -21,7 +21,7 @@ import dpkfc
 from dpkfc import Ledger, PrivacyError
 from dpkfc.accounting.ledger import read
 from dpkfc.accounting.selection import BestOf
-from dpkfc.tuning.search import BEGUN, Selected, tune, tune_privately
+from dpkfc.tuning.search import STATE_ATTRIBUTE, Selected, tune, tune_privately
 
 RUN: dict[str, Any] = {
     "noise_multiplier": 2.0,
@@ -113,6 +113,24 @@ def test_the_same_call_goes_on_until_all_tries_are_complete(
     assert len(seen) == 8
 
 
+def test_progress_is_reported_before_the_first_try_and_after_every_try(storage: Path) -> None:
+    reported: list[tuple[int, int, float | None]] = []
+
+    def objective(trial: optuna.Trial) -> float:
+        if trial.number == 1:
+            raise optuna.TrialPruned
+        return float(trial.number)
+
+    def report(finished: int, tries: int, best: float | None) -> None:
+        reported.append((finished, tries, best))
+
+    tune(objective, tries=3, storage=storage, on_progress=report)
+    assert reported == [(0, 3, None), (1, 3, 0.0), (2, 3, 0.0), (3, 3, 2.0)]
+    reported.clear()
+    tune(objective, tries=4, storage=storage, on_progress=report)
+    assert reported == [(3, 4, 2.0), (4, 4, 3.0)]
+
+
 def test_a_score_that_is_no_number_is_the_worst_and_a_pruned_try_counts() -> None:
     def objective(trial: optuna.Trial) -> float:
         if trial.number == 2:
@@ -125,7 +143,7 @@ def test_a_score_that_is_no_number_is_the_worst_and_a_pruned_try_counts() -> Non
         tune(lambda trial: math.nan if trial.number else 3.0, tries=3, direction="minimize").score
         == 3.0
     )
-    with pytest.raises(PrivacyError, match="all 2 tries were pruned"):
+    with pytest.raises(RuntimeError, match="all 2 tries were pruned"):
         tune(lambda trial: (_ for _ in ()).throw(optuna.TrialPruned), tries=2)
 
 
@@ -148,14 +166,14 @@ def test_the_best_tries_are_printed_best_first() -> None:
     ],
 )
 def test_impossible_wishes_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(PrivacyError, match=message):
+    with pytest.raises(ValueError, match=message):
         tune(hill, **{"tries": 1, **change})
 
 
 def test_a_study_is_not_taken_for_another(storage: Path, tries: Callable[[int], list[int]]) -> None:
     tries(1)
     tune(hill, tries=1, storage=storage)
-    with pytest.raises(PrivacyError, match="begun to maximize, not to minimize"):
+    with pytest.raises(ValueError, match="begun to maximize, not to minimize"):
         tune(hill, tries=2, storage=storage, direction="minimize")
     with pytest.raises(PrivacyError, match="holds tries of another tuning"):
         tune_privately(Training(), plan=PLAN, storage=storage, name="tuning")
@@ -171,7 +189,7 @@ def test_without_optuna_the_way_to_install_it_is_named(
     monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(PrivacyError, match=r"pip install 'dpkfc\[tune\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'dpkfc\[tune\]'"):
         call()
 
 
@@ -322,7 +340,7 @@ def test_only_the_best_weights_stay_on_disk_and_only_for_their_owner(
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(storage.stat().st_mode) == 0o600
     study = optuna.load_study(study_name="private tuning", storage=f"sqlite:///{storage}")
-    assert "Do not publish" in study.user_attrs[BEGUN]["note"]
+    assert "Do not publish" in study.user_attrs[STATE_ATTRIBUTE]["note"]
 
 
 def test_lost_weights_are_noticed(storage: Path, tries: Callable[[int], list[int]]) -> None:
@@ -330,7 +348,7 @@ def test_lost_weights_are_noticed(storage: Path, tries: Callable[[int], list[int
     tune_privately(Training(), plan=PLAN, storage=storage)
     (file,) = Path(f"{storage}.weights").glob("*/*")
     file.unlink()
-    with pytest.raises(PrivacyError, match="weights of the best try so far are gone"):
+    with pytest.raises(OSError, match="weights of the best try so far are gone"):
         tune_privately(Training(), plan=PLAN, storage=storage)
 
 
@@ -496,7 +514,7 @@ def test_tries_that_share_their_noise_are_refused(
 
 @pytest.mark.parametrize("result", [1.0, (1.0, 2.0), None])
 def test_an_objective_that_returns_something_else_is_refused(result: Any) -> None:
-    with pytest.raises(PrivacyError, match=r"must return \(private, score\)"):
+    with pytest.raises(TypeError, match=r"must return \(run, score\)"):
         tune_privately(lambda trial: result, plan=PLAN)
 
 

@@ -18,15 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from rich.table import Table
 from torch import Tensor, nn
 
 from dpkfc.diagnostics.factors import by_name, factors_of
-from dpkfc.diagnostics.result import Result, is_probe, privacy_of, table_of
+from dpkfc.diagnostics.result import Result, empty_table, is_probe, privacy_of
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.factors import Spectrum
 from dpkfc.probes.probe import Probe
 from dpkfc.probes.targets import Loss
+from dpkfc.tables import TextTable
 
 Triple = tuple[float, float, float]  # of A, of G, of A ⊗ G
 
@@ -48,11 +48,11 @@ class Alignment(Result):
     sources: dict[str, tuple[FactorAlignment, ...]]
     privacy: str
 
-    def __rich__(self) -> Table:
+    def table(self) -> TextTable:
         headings = [
             f"{what}\n{factor}" for what in ("cosine", "error") for factor in ("A", "G", "A ⊗ G")
         ]
-        table = table_of(
+        table = empty_table(
             f"Factors beside those of {self.reference}", self.privacy, ["layer", "source"], headings
         )
         for rows in zip(*self.sources.values(), strict=True):

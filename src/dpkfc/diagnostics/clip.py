@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
 from dpkfc.diagnostics.passes import AnyLoss, Examples, Reduction, watched
-from dpkfc.diagnostics.result import Result, privacy_of, table_of
+from dpkfc.diagnostics.result import Result, empty_table, privacy_of
 from dpkfc.diagnostics.step import Clip, Step, beside_dp_sgd, step_of
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.identity import Geometry
+from dpkfc.tables import TextTable
 
 SHOWN = (0, 5, 25, 50, 75, 95, 100)  # percentiles in the table
 
@@ -48,8 +48,8 @@ class Clipping(Result):
     examples: int
     privacy: str
 
-    def __rich__(self) -> Table:
-        table = table_of(
+    def table(self) -> TextTable:
+        table = empty_table(
             f"Clipping of {self.examples} examples", self.privacy, [""], self.geometries
         )
         found = list(self.geometries.values())

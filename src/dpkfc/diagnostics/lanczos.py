@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dpkfc.diagnostics.passes import AnyLoss, Examples, copy_of
-from dpkfc.diagnostics.result import Result, is_probe, privacy_of, table_of
+from dpkfc.diagnostics.result import Result, empty_table, is_probe, privacy_of
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.probing import Probing
 from dpkfc.probes.arguments import real, whole
 from dpkfc.probes.probe import call, to
 from dpkfc.probes.targets import probe_losses
+from dpkfc.tables import TextTable
 
 Matrix = Literal["hessian", "ggn"]
 Product = Callable[[Tensor], Tensor]
@@ -106,12 +106,12 @@ class HessianDensity(Result):
     private_sources: tuple[str, ...]  # those that read records
     privacy: str
 
-    def __rich__(self) -> Table:
+    def table(self) -> TextTable:
         name = {"hessian": "Hessian", "ggn": "Gauss-Newton matrix"}[self.matrix]
         size = next(iter(self.sources.values())).size
         title = f"Spectrum of the {name}: {size:,} eigenvalues, {self.vectors} vectors, {self.steps} steps"
         headings = ["smallest", "largest", "mean", "root mean square", "negative"]
-        table = table_of(title, self.privacy, ["source"], headings)
+        table = empty_table(title, self.privacy, ["source"], headings)
         for source, one in self.sources.items():
             figures = (*one.extremes, one.moment(1), math.sqrt(one.moment(2)))
             table.add_row(source, *(f"{x:.3g}" for x in figures), f"{one.negative:.1%}")

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-from rich.text import Text
-
-from dpkfc.app.reports.text import as_text
+from dpkfc.tables import Column, ShownAsTable, TextTable
 
 PUBLIC = "public: probes and weights only"
 FROM_RECORDS = "not private: computed from the given records"
 FROM_ORACLE = "not private: computed from the private records of an Oracle"
 
 
-class Result(ABC):
-    """A frozen dataclass that a table shows."""
-
-    @abstractmethod
-    def __rich__(self) -> Table: ...
-
-    def __str__(self) -> str:
-        return as_text(self, width=160)
+class Result(ShownAsTable):
+    """A frozen dataclass that prints as a table."""
 
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = as_json(self)
@@ -50,21 +39,14 @@ def is_public(privacy: str) -> bool:
     return privacy == PUBLIC
 
 
-def table_of(title: str, privacy: str, names: Iterable[str], figures: Iterable[str]) -> Table:
-    """An empty table: columns of names, then of figures, and the statement about privacy below."""
-    table = Table(
-        title=title,
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        collapse_padding=True,
-        caption_justify="left",
+def empty_table(
+    title: str, privacy: str, names: Iterable[str], figures: Iterable[str]
+) -> TextTable:
+    """A table without rows: columns of names, columns of figures, the privacy statement below."""
+    columns = [*map(Column, names), *(Column(heading, "right") for heading in figures)]
+    return TextTable(
+        title, columns, caption=privacy, warning=not is_public(privacy), border=False, width=160
     )
-    for heading in names:
-        table.add_column(heading, no_wrap=True)
-    for heading in figures:
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.caption = Text(privacy, style="" if is_public(privacy) else "bold red")
-    return table
 
 
 def as_json(value: Any) -> Any:

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from torch import nn
 
 from dpkfc.diagnostics.passes import AnyLoss, Examples, Reduction, watched
-from dpkfc.diagnostics.result import Result, privacy_of, table_of
+from dpkfc.diagnostics.result import Result, empty_table, privacy_of
 from dpkfc.diagnostics.step import Clip, beside_dp_sgd, step_of
 from dpkfc.geometry.identity import Geometry
 from dpkfc.probes.arguments import real, whole
+from dpkfc.tables import TextTable
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class SNR(Result):
         )
         return LayerSNR("all layers", sum(row.parameters for row in rows), signal, noise)
 
-    def __rich__(self) -> Table:
+    def table(self) -> TextTable:
         title = (
             f"Signal to noise of one step (σ = {self.noise_multiplier:.3g}, B = {self.batch_size})"
         )
         names = list(self.geometries)
         headings = ["parameters", *(f"{name}\nC = {self.clips[name]:.3g}" for name in names)]
-        table = table_of(title, self.privacy, ["layer"], headings)
+        table = empty_table(title, self.privacy, ["layer"], headings)
         for rows in [*zip(*self.geometries.values(), strict=True), tuple(map(self.whole, names))]:
             figures = (f"{row.ratio:.3g}" for row in rows)
             table.add_row(rows[0].layer, f"{rows[0].parameters:,}", *figures)

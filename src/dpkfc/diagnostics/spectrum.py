@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
 from dpkfc.diagnostics.factors import by_name, factors_of
-from dpkfc.diagnostics.result import Result, privacy_of, table_of
+from dpkfc.diagnostics.result import Result, empty_table, privacy_of
 from dpkfc.geometry.factors import Spectrum
 from dpkfc.probes.arguments import whole
 from dpkfc.probes.probe import Probe
 from dpkfc.probes.targets import Loss
+from dpkfc.tables import TextTable
 
 FORMED = 1 << 22  # products up to which all of them are formed and sorted
 HALVINGS = 42  # of an interval of logarithms: to some eleven digits
@@ -47,9 +47,9 @@ class Spectra(Result):
     private_sources: tuple[str, ...]  # those that read private records
     privacy: str
 
-    def __rich__(self) -> Table:
+    def table(self) -> TextTable:
         headings = ["eigenvalues", "largest", "median", "trace", "effective rank"]
-        table = table_of("Eigenvalues of A ⊗ G", self.privacy, ["layer", "source"], headings)
+        table = empty_table("Eigenvalues of A ⊗ G", self.privacy, ["layer", "source"], headings)
         for rows in zip(*self.sources.values(), strict=True):
             for number, (source, row) in enumerate(zip(self.sources, rows, strict=True)):
                 middle = row.values[_nearest(row.ranks, (row.total + 1) // 2)]

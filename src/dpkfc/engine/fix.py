@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from dpkfc.errors import PrivacyError
+from dpkfc.tables import Column, TextTable
 
 
-def fix(model: nn.Module, show: Callable[[Table], None] | None = None) -> nn.Module:
+def fix(model: nn.Module, show: Callable[[TextTable], None] | None = None) -> nn.Module:
     """Replace BatchNorm by GroupNorm, and turn off the running statistics of InstanceNorm.
 
     Works in place and returns the model (a new one if the model itself is a BatchNorm). Scale and shift
@@ -27,7 +26,8 @@ def fix(model: nn.Module, show: Callable[[Table], None] | None = None) -> nn.Mod
     >>> isinstance(model[1], torch.nn.GroupNorm)
     True
     """
-    table = Table("module", "was", "is now", title="dpkfc.fix", title_justify="left")
+    headings = (Column("module"), Column("was", wrap=True), Column("is now", wrap=True))
+    table = TextTable("dpkfc.fix", headings)
     if isinstance(model, _BatchNorm):
         replaced = _group_norm(model)
         table.add_row("(the model)", str(model), str(replaced))
@@ -44,9 +44,9 @@ def fix(model: nn.Module, show: Callable[[Table], None] | None = None) -> nn.Mod
                 child.track_running_stats = False
                 child.running_mean = child.running_var = child.num_batches_tracked = None
                 table.add_row(path, before, str(child))
-    if not table.row_count:
+    if not table.rows:
         table.add_row("-", "nothing to replace", "-")
-    (show or Console().print)(table)
+    (show or print)(table)
     return model
 
 

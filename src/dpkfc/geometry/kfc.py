@@ -42,7 +42,7 @@ from dpkfc.probes.public import Hybrid
 from dpkfc.probes.targets import Loss
 
 if TYPE_CHECKING:
-    from dpkfc.app.reports.geometry_table import Description
+    from dpkfc.geometry.description import Description
     from dpkfc.per_sample.capture import GradientCapture, LayerCall
 
 Names = tuple[str, ...]
@@ -196,7 +196,7 @@ class KFC:
         All of it is public: it follows from the probes and from weights that private steps released. Only with
         `Oracle` is it not, and the description says so.
         """
-        from dpkfc.app.reports.geometry_table import Settings, describe
+        from dpkfc.geometry.description import MapSettings, describe
 
         if self._last is None and not self._maps:
             raise PrivacyError(
@@ -204,7 +204,7 @@ class KFC:
                 "inside or after `for x, y in private.loader:`"
             )
         source = "inferred" if self.probe is None else self.probe.name
-        settings = Settings(
+        settings = MapSettings(
             source, self.public, self.every, self.damping, self.stability, self.power
         )
         return describe(self._maps, self._post, self._spectra, self._last, settings)

@@ -10,21 +10,21 @@ import warnings
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from numbers import Integral, Real
-from typing import Any, Literal
-
-import dp_accounting as dp
-from rich.table import Table
+from typing import TYPE_CHECKING, Any, Literal
 
 from dpkfc.accounting.calibrate import Accountant, calibrate_noise, epsilon_spent
 from dpkfc.accounting.events import Mechanism
 from dpkfc.accounting.rounding import round_up
 from dpkfc.accounting.selection import BestOf
-from dpkfc.app.reports.text import as_text
 from dpkfc.clipping import MARGIN, SMALLEST_CLIP, SMALLEST_GAMMA, AutomaticClipping
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.factorization import IDENTITY, Factorization
 from dpkfc.noise.grid import DIAGONAL, spacing
 from dpkfc.noise.sensitivity import Participation
+from dpkfc.tables import ShownAsTable, TextTable
+
+if TYPE_CHECKING:
+    import dp_accounting as dp
 
 Sampling = Literal["poisson", "cyclic-poisson", "min-separated"]
 Unchecked = Literal["loss", "model", "seed", "ledger", "records", "public data"]
@@ -44,7 +44,7 @@ NAMES: dict[Sampling, str] = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(ShownAsTable):
     """`steps` steps of sampled, clipped, noised gradient sums over `records` records.
 
     The guarantee: the sequence of all noisy sums, and so every model computed from them, is
@@ -203,16 +203,8 @@ class Plan:
         }
         return Plan(**{**fields, **read})
 
-    def __rich__(self) -> Table:
-        table = Table(title="Privacy plan", title_justify="left", show_header=False, pad_edge=False)
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column()
-        for name, value in self.statement():
-            table.add_row(name, value)
-        return table
-
-    def __str__(self) -> str:
-        return as_text(self)
+    def table(self) -> TextTable:
+        return TextTable.statement("Privacy plan", self.statement())
 
     def statement(self) -> list[tuple[str, str]]:
         """What is protected, and how: names and values, in words."""

@@ -24,12 +24,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from dpkfc.accounting.rounding import round_up
-from dpkfc.app.reports.text import as_text
 from dpkfc.engine.checks import check_model
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.identity import Geometry
@@ -40,6 +38,7 @@ from dpkfc.noise.workload import Workload
 from dpkfc.planning.choose_noise import Candidate, Noise, best, evaluate, recipes
 from dpkfc.planning.plan import batches
 from dpkfc.probes.probe import Probe
+from dpkfc.tables import Column, ShownAsTable, TextTable
 
 NOISE_LENGTH = 2.0  # ρ
 EPOCHS, STEPS = 15.0, 800
@@ -48,7 +47,7 @@ MOMENTUM, CLIP, MAX_BUFFERS = 0.9, 1.0, 16
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(ShownAsTable):
     """What `recipe` found. Use it as in the example there."""
 
     arguments: Mapping[str, Any]  # of make_private
@@ -72,18 +71,10 @@ class Recipe:
 
         return AveragedModel(model, avg_fn=follow)
 
-    def __rich__(self) -> Table:
-        table = Table(
-            title="Recipe (no private data was used)", title_justify="left", pad_edge=False
-        )
-        for heading in ("what", "value", "why"):
-            table.add_column(heading, no_wrap=heading == "what")
-        for row in self.reasons:
-            table.add_row(*row)
-        return table
-
-    def __str__(self) -> str:
-        return as_text(self, width=110)
+    def table(self) -> TextTable:
+        columns = [Column("what"), Column("value", wrap=True), Column("why", wrap=True)]
+        title = "Recipe (no private data was used)"
+        return TextTable(title, columns, list(self.reasons), width=110)
 
 
 def recipe(

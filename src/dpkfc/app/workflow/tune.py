@@ -10,7 +10,8 @@ import copy
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -18,6 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from torch.utils.data import TensorDataset
 
@@ -51,7 +62,7 @@ from dpkfc.engine.options import Options
 from dpkfc.planning.choose_noise import evaluate
 from dpkfc.planning.plan import Plan, batches
 from dpkfc.planning.recipe import EPOCHS, Recipe, size, usual_delta
-from dpkfc.tuning.search import search as tuning
+from dpkfc.tuning import search as tuning
 
 if TYPE_CHECKING:
     from optuna import Trial
@@ -228,7 +239,15 @@ def publicly(work: Work, tries: int, config: dict[str, Any], out: Path, console:
     seed = (
         None if work.settings.seed is None else work.settings.seed % 2**31
     )  # NumPy takes no larger ones
-    found = tuning.tune(objective, tries=tries, storage=out / "tuning.db", name=name, seed=seed)
+    with _bar() as on_progress:
+        found = tuning.tune(
+            objective,
+            tries=tries,
+            storage=out / "tuning.db",
+            name=name,
+            seed=seed,
+            on_progress=on_progress,
+        )
     headings, rows = _table(found)
     table = Table(
         *headings, title=f"{len(rows)} tries, the best first", title_justify="left", pad_edge=False
@@ -245,6 +264,33 @@ def publicly(work: Work, tries: int, config: dict[str, Any], out: Path, console:
     report = write_experiment_report(out, f"Tuning on public data: {out.resolve().name}")
     for line in (f"for private data of this kind: {command}", f"report: {report}"):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _bar() -> Iterator[tuning.Progress]:
+    """A progress bar on standard error, and the function that advances it."""
+    counts = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with _progress(TextColumn("{task.description}"), *counts) as progress:
+        task = progress.add_task("tuning", total=None)
+
+        def advance(finished: int, tries: int, best: float | None) -> None:
+            description = "tuning" if best is None else f"best {best:.4g}"
+            progress.update(task, completed=finished, total=tries, description=description)
+
+        yield advance
+
+
+@contextmanager
+def _spinner() -> Iterator[None]:
+    """Time that has passed, and nothing else: the number of tries is a secret."""
+    with _progress(SpinnerColumn(), TextColumn("tuning privately"), TimeElapsedColumn()) as shown:
+        shown.add_task("", total=None)
+        yield
+
+
+def _progress(*columns: ProgressColumn) -> Progress:
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _command(best: Settings) -> str:
@@ -307,7 +353,7 @@ def privately(
         return private, float(work.right(private))
 
     try:
-        with ledger_of(work.settings, len(work.train)) as ledger:
+        with ledger_of(work.settings, len(work.train)) as ledger, _spinner():
             selected = tuning.tune_privately(
                 objective,
                 plan=plan,

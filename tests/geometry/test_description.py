@@ -1,4 +1,4 @@
-"""What a geometry says of itself agrees with matrices written out by hand."""
+"""The description of a geometry agrees with dense matrices, computed independently."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import dpkfc
-from dpkfc.app.reports.geometry_table import Description, FactorRow
+from dpkfc.geometry.description import Description, FactorRow
 from dpkfc.geometry import factors
 from dpkfc.per_sample.capture import GradientCapture
 from dpkfc.per_sample.registry import partition
