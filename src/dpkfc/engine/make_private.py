@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from dpkfc.accounting.ledger import Ledger
+from dpkfc.accounting.unchecked import Unchecked
 from dpkfc.clipping import AutomaticClipping
 from dpkfc.engine.checks import ROWS, check_collate, check_loss, check_model, check_optimizer
 from dpkfc.engine.guards import one_process
@@ -20,13 +21,14 @@ from dpkfc.engine.rng_state import kept_generators
 from dpkfc.engine.run import PrivateRun
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.identity import Geometry, Identity
+from dpkfc.noise.auto import Auto
 from dpkfc.noise.factorization import Factorization
 from dpkfc.optim.adambc import DPAdamBC
 from dpkfc.optim.disk import DiSK
 from dpkfc.per_sample.capture import GradientCapture
 from dpkfc.per_sample.registry import partition
-from dpkfc.planning.choose_noise import Auto, Noise, choose
-from dpkfc.planning.plan import Plan, Unchecked, batches
+from dpkfc.planning.choose_noise import Noise, choose
+from dpkfc.planning.plan import Plan, batches
 from dpkfc.probes.public import LABELS, check_apart
 from dpkfc.sampling import CyclicPoisson, PrivateLoader, read_dataset
 

@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from dpkfc.accounting.ledger import Ledger
+from dpkfc.accounting.unchecked import NOT_CHECKED
 from dpkfc.clipping import clip_weights
 from dpkfc.engine import checkpoint, guards, lineage
 from dpkfc.engine.checks import check_isolation, check_still_frozen, frozen_batch_norms
@@ -38,7 +39,7 @@ from dpkfc.noise.grid import round_to_grid_
 from dpkfc.optim.disk import DiSK
 from dpkfc.per_sample.capture import GradientCapture, ParamKey
 from dpkfc.per_sample.record import at_least_float32, full_precision
-from dpkfc.planning.plan import NOT_CHECKED, Plan
+from dpkfc.planning.plan import Plan
 from dpkfc.random import first_key, next_key, sub_key
 from dpkfc.sampling import Chunk, PrivateLoader
 

@@ -137,7 +137,7 @@ def plan(
 
     from dpkfc.app.reports.noise_table import noise_table
     from dpkfc.noise.workload import Workload
-    from dpkfc.planning.choose_noise import best, evaluate, recipes
+    from dpkfc.planning.choose_noise import best, evaluate, noise_candidates
     from dpkfc.planning.plan import batches
 
     console = Console()
@@ -152,7 +152,10 @@ def plan(
         "delta": delta,
     }
     tried = track(
-        recipes(max_buffers, records // size), "calibrating", console=console, transient=True
+        noise_candidates(max_buffers, records // size),
+        "calibrating",
+        console=console,
+        transient=True,
     )
     found = [evaluate(noise, workload, **run) for noise in tried]
     chosen = best(found)

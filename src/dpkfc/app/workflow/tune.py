@@ -10,8 +10,7 @@ import copy
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -19,16 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from torch.utils.data import TensorDataset
 
@@ -39,6 +28,7 @@ from dpkfc.app.readers.records import Records, mark, on_device, split
 from dpkfc.app.readers.sources import Loaded
 from dpkfc.app.reports.experiment_report import write_experiment_report
 from dpkfc.app.reports.text import markdown_table
+from dpkfc.app.reports.tuning_progress import elapsed_time, tuning_bar
 from dpkfc.app.workflow.fit import (
     Settings,
     Trained,
@@ -61,7 +51,7 @@ from dpkfc.noise.workload import Workload
 from dpkfc.engine.options import Options
 from dpkfc.planning.choose_noise import evaluate
 from dpkfc.planning.plan import Plan, batches
-from dpkfc.planning.recipe import EPOCHS, Recipe, size, usual_delta
+from dpkfc.planning.recipe import EPOCHS, Recipe, count_units_and_parameters, usual_delta
 from dpkfc.tuning import search as tuning
 
 if TYPE_CHECKING:
@@ -239,7 +229,7 @@ def publicly(work: Work, tries: int, config: dict[str, Any], out: Path, console:
     seed = (
         None if work.settings.seed is None else work.settings.seed % 2**31
     )  # NumPy takes no larger ones
-    with _bar() as on_progress:
+    with tuning_bar() as on_progress:
         found = tuning.tune(
             objective,
             tries=tries,
@@ -264,33 +254,6 @@ def publicly(work: Work, tries: int, config: dict[str, Any], out: Path, console:
     report = write_experiment_report(out, f"Tuning on public data: {out.resolve().name}")
     for line in (f"for private data of this kind: {command}", f"report: {report}"):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def _bar() -> Iterator[tuning.Progress]:
-    """A progress bar on standard error, and the function that advances it."""
-    counts = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with _progress(TextColumn("{task.description}"), *counts) as progress:
-        task = progress.add_task("tuning", total=None)
-
-        def advance(finished: int, tries: int, best: float | None) -> None:
-            description = "tuning" if best is None else f"best {best:.4g}"
-            progress.update(task, completed=finished, total=tries, description=description)
-
-        yield advance
-
-
-@contextmanager
-def _spinner() -> Iterator[None]:
-    """Time that has passed, and nothing else: the number of tries is a secret."""
-    with _progress(SpinnerColumn(), TextColumn("tuning privately"), TimeElapsedColumn()) as shown:
-        shown.add_task("", total=None)
-        yield
-
-
-def _progress(*columns: ProgressColumn) -> Progress:
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _command(best: Settings) -> str:
@@ -353,7 +316,7 @@ def privately(
         return private, float(work.right(private))
 
     try:
-        with ledger_of(work.settings, len(work.train)) as ledger, _spinner():
+        with ledger_of(work.settings, len(work.train)) as ledger, elapsed_time():
             selected = tuning.tune_privately(
                 objective,
                 plan=plan,
@@ -411,7 +374,7 @@ def priced(work: Work, best_of: BestOf) -> tuple[Recipe, Plan]:
     alone = replace(Plan.make(**run), best_of=None, accountant="pld").epsilon()
     found = base_recipe(work.built, records, replace(settings, epsilon=alone))
     candidate = evaluate(found.arguments["noise"], Workload.sgd(momentum=found.momentum), **run)
-    units, parameters = size(work.built.model)
+    units, parameters = count_units_and_parameters(work.built.model)
     lr = found.noise_length * math.sqrt(units / parameters) / candidate.rmse
     price = (
         "epsilon, delta",
