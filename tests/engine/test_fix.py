@@ -34,11 +34,11 @@ def test_batch_norm_becomes_group_norm_everywhere() -> None:
         assert word in str(shown[0])
     data = TensorDataset(torch.randn(6, 3, 5, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    private = dpkfc.make_private(
+    run = dpkfc.make_private(
         model, optimizer, data, noise_multiplier=1.0, delta=1e-3, steps=1, batch_size=6,
         loss=lambda model, batch: model(batch[0]).square().mean(),
     )  # fmt: skip
-    for (x,) in private.loader:
+    for (x,) in run.loader:
         model(x).square().mean().backward()
         optimizer.step()
 

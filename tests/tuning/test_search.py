@@ -1,4 +1,4 @@
-"""Tuning: what is tried, counted, kept and charged, over interruptions; what is refused."""
+"""Tuning: tries, counts, files and charges, also after interruptions, and refusals."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_optunas_own_logs_are_off_and_come_back(capfd: pytest.CaptureFixture[str
 
 
 class Training:
-    """An objective: trains a tiny model, and scores it by `score(number of the call)`. Remembers what it did."""
+    """An objective that trains a tiny model, scores it by `score(call)`, and records its work."""
 
     def __init__(self, score: Callable[[int], float] = lambda call: -call, **changes: Any) -> None:
         self.score, self.changes = score, changes
@@ -219,15 +219,15 @@ class Training:
         torch.manual_seed(0)
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=self.settings[-1])
-        private = dpkfc.make_private(
+        run = dpkfc.make_private(
             model, optimizer, DATA, loss=output, **arguments_of({**RUN, **self.changes})
         )
-        for batch in private.loader:
+        for batch in run.loader:
             output(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
         self.weights.append(model.weight.detach().clone())
-        return private, self.score(self.calls - 1)
+        return run, self.score(self.calls - 1)
 
 
 @pytest.fixture
@@ -258,17 +258,17 @@ def test_the_best_try_is_released(
 
 
 def test_the_price_of_a_try_is_that_of_the_whole() -> None:
-    private, _ = Training()(optuna.create_study().ask())
-    assert private.epsilon() == PLAN.epsilon()
+    run, _ = Training()(optuna.create_study().ask())
+    assert run.epsilon() == PLAN.epsilon()
     single = dpkfc.Plan.make(records=8, clip=1.0, **{**RUN, "best_of": None})
-    assert private.epsilon() > single.epsilon()
+    assert run.epsilon() > single.epsilon()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_resume_keeps_the_number_of_tries_and_the_best_weights(
     storage: Path, tries: Callable[[int], list[int]], error: type[BaseException]
 ) -> None:
-    """An interrupted try is made anew; one that failed counts, since its error may have come from the data."""
+    """An interrupted try is repeated; a failed one counts: its error may come from the data."""
     draws = tries(6)
 
     def score(call: int) -> float:
@@ -375,15 +375,15 @@ def test_settings_are_drawn_uniformly_also_after_interruptions(
 ) -> None:
     """TPE would crowd around the best."""
     tries(40)
-    private, _ = Training()(optuna.create_study().ask())
+    run, _ = Training()(optuna.create_study().ask())
     drawn: list[float] = []
 
     def quick(trial: optuna.Trial) -> tuple[dpkfc.PrivateRun, float]:
         drawn.append(trial.suggest_float("lr", 0, 1))
         if len(drawn) % 15 == 0:
             raise KeyboardInterrupt
-        private._group_key = bytes([len(drawn)])  # as if it were another run
-        return private, -drawn[-1]
+        run._group_key = bytes([len(drawn)])  # as if it were another run
+        return run, -drawn[-1]
 
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
@@ -406,13 +406,13 @@ def test_noise_of_the_asked_size_is_added_to_scores(
     tries(200)
     run = {**RUN, "best_of": BestOf(5, score_noise=3.0)}
     plan = dpkfc.Plan.make(records=8, clip=1.0, **run)
-    private, _ = Training(best_of=plan.best_of)(optuna.create_study().ask())
+    run, _ = Training(best_of=plan.best_of)(optuna.create_study().ask())
     studies: list[optuna.Study] = []
 
     def objective(trial: optuna.Trial) -> tuple[dpkfc.PrivateRun, float]:
         studies.append(trial.study)
-        private._group_key = bytes([len(studies) % 251, len(studies) // 251])
-        return private, 40.0
+        run._group_key = bytes([len(studies) % 251, len(studies) // 251])
+        return run, 40.0
 
     chosen = tune_privately(objective, plan=plan, seed=seed)
     scores = [trial.value for trial in studies[0].trials]
@@ -447,15 +447,15 @@ def test_the_iterate_of_disk_is_kept_not_what_lies_ahead_of_it(
     def objective(trial: optuna.Trial) -> tuple[dpkfc.PrivateRun, float]:
         model = nn.Linear(2, 1)
         optimizer = dpkfc.optim.DiSK(torch.optim.SGD(model.parameters(), lr=0.5), kappa=0.7)
-        private = dpkfc.make_private(model, optimizer, DATA, loss=output, **arguments_of(RUN))
-        for batch in private.loader:
+        run = dpkfc.make_private(model, optimizer, DATA, loss=output, **arguments_of(RUN))
+        for batch in run.loader:
             output(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
         ahead = model.weight.detach().clone()
         with optimizer.iterate():
             found.extend([model.weight.detach().clone(), ahead])
-        return private, 0.0
+        return run, 0.0
 
     chosen = tune_privately(objective, plan=PLAN)
     assert chosen.state_dict is not None and torch.equal(chosen.state_dict["weight"], found[0])

@@ -27,7 +27,7 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:  # of `dpkfc ... | head`: typer's own matter
             raise
-        except (PrivacyError, OSError) as error:
+        except (PrivacyError, ValueError, TypeError, ImportError, OSError) as error:
             said = (
                 f"{error.filename}: {error.strerror}"
                 if isinstance(error, OSError) and error.filename

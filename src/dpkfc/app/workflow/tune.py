@@ -324,7 +324,7 @@ def privately(
                 ledger=ledger,
                 seed=work.settings.seed,
             )
-    except PrivacyError:
+    except (PrivacyError, ValueError):
         if not begun:  # refused by the ledger, say: nothing was spent
             shutil.rmtree(secret, ignore_errors=True)
             for name in ("config.json", "plan.json"):
