@@ -165,7 +165,7 @@ def test_a_clip_from_probes_needs_probes() -> None:
     ],
 )
 def test_wrong_clips_are_refused(clip: Any, message: str) -> None:
-    with pytest.raises(dpkfc.PrivacyError, match=message):
+    with pytest.raises(ValueError, match=message):
         dpkfc.Plan.make(
             records=100, batch_size=10, steps=3, clip=clip, noise_multiplier=1.0, delta=1e-3
         )

@@ -1,4 +1,4 @@
-"""Features that cost nothing: what they are, that they see every image alone, and whose statistics they are on."""
+"""Features without data: their values, one image at a time, and the statistics they use."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def test_every_image_is_seen_alone() -> None:
 
 def test_the_lowest_path_is_a_local_mean() -> None:
     """Of a constant image the order-zero coefficients are its value, and wavelets see nothing."""
-    found = Scattering((1, 16, 16))(torch.full((1, 1, 16, 16), 0.7)).view(81, 16)
-    torch.testing.assert_close(found[0], torch.full((16,), 0.7), atol=1e-4, rtol=0)
-    assert found[1:].abs().max() < 1e-4
+    features = Scattering((1, 16, 16))(torch.full((1, 1, 16, 16), 0.7)).view(81, 16)
+    torch.testing.assert_close(features[0], torch.full((16,), 0.7), atol=1e-4, rtol=0)
+    assert features[1:].abs().max() < 1e-4
 
 
 def test_probes_have_mean_zero_and_variance_one() -> None:
     transform = standardised(Scattering(SHAPE), PINK, count=300, seed=3)
-    found = transform(PINK.draw(300, torch.Generator().manual_seed(3)).inputs)  # type: ignore[arg-type]
-    assert found.mean(0).abs().max() < 1e-4
-    assert 0.5 < found.std(0).median() <= 1.0  # a little below 1: the floor
+    features = transform(PINK.draw(300, torch.Generator().manual_seed(3)).inputs)  # type: ignore[arg-type]
+    assert features.mean(0).abs().max() < 1e-4
+    assert 0.5 < features.std(0).median() <= 1.0  # a little below 1: the floor
 
 
 def test_the_scale_does_not_depend_on_what_is_transformed() -> None:
-    """A record's features are the same whatever other records there are: no statistic of theirs is used."""
+    """The features of a record do not depend on other records: none of their statistics is used."""
     transform = standardised(Scattering(SHAPE), PINK, count=50)
     torch.testing.assert_close(transform(images(5))[:2], transform(images(5)[:2]))
 
@@ -65,9 +65,9 @@ def test_statistics_of_private_records_are_refused() -> None:
 
 
 def test_wrong_use() -> None:
-    with pytest.raises(PrivacyError, match="shape"):
+    with pytest.raises(ValueError, match="images of shape"):
         Scattering((1, 28, 28))(images())
-    with pytest.raises(PrivacyError, match="not a tensor"):
+    with pytest.raises(TypeError, match="not a tensor"):
         standardised(Scattering(SHAPE), Tokens(50, 8))
-    with pytest.raises(PrivacyError, match="the same"):
+    with pytest.raises(ValueError, match="the same"):
         standardised(lambda x: torch.ones(len(x), 3), PINK)

@@ -1,4 +1,4 @@
-"""Signal, noise and clip statistics against per-sample gradients from torch.func, mapped one by one."""
+"""Signal, noise and clip statistics against per-sample gradients from torch.func."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def gradients(model: nn.Module, x: Tensor, y: Tensor) -> list[dict[str, Tensor]]:
-    """One gradient a sample, by torch.func."""
+    """One gradient per sample, by torch.func."""
 
     def one(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(functional_call(model, parameters, (x[None],)), y[None])
@@ -51,7 +51,7 @@ def geometry() -> dpkfc.KFC:
 
 
 def by_hand(name: str, x: Tensor, y: Tensor) -> list[dict[str, Tensor]]:
-    """Mapped gradients: as they are for DP-SGD, else under the maps of a geometry that was refreshed alone."""
+    """Mapped gradients: unchanged for DP-SGD, else under the maps of a separate geometry."""
     model = network()
     grads = gradients(model, x, y)
     if name == "DP-SGD":
@@ -174,7 +174,7 @@ def test_a_record_that_is_not_finite_counts_as_zero() -> None:
     assert effect.cosine == pytest.approx(others.cosine) and effect.percentiles == pytest.approx(
         others.percentiles
     )
-    with pytest.raises(dpkfc.PrivacyError, match="no example has a finite gradient"):
+    with pytest.raises(ValueError, match="no example has a finite gradient"):
         clip_effect(network(), (broken * math.nan, y), **options)
 
 
@@ -224,8 +224,6 @@ def test_shown_as_table_plot_and_json(tmp_path: Path) -> None:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"noise_multiplier": 0.0}, "noise_multiplier=0.0"),
     ({"batch_size": 0}, "batch_size=0"),
-    ({"clip": -1.0}, "clip=-1.0"),
-    ({"clip": "auto"}, "clip='auto'"),
     ({"geometry": nn.Linear(1, 1)}, "is Linear: give a geometry"),
     ({"loss": "cross_entropy"}, "is for probes"),
     ({"loss_reduction": "none"}, "loss_reduction='none'"),
@@ -247,6 +245,18 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "batches of",
     ),
 ]
+
+
+@pytest.mark.parametrize(
+    ("clip", "error", "message"),
+    [(-1.0, ValueError, "clip=-1.0"), ("auto", TypeError, "clip='auto'")],
+)
+def test_wrong_clips_are_refused(clip: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        clip_effect(network(), batch(), clip=clip, geometry=dpkfc.Identity(), loss=loss)
+    step = {"noise_multiplier": 1.0, "batch_size": 8, "geometry": dpkfc.Identity()}
+    with pytest.raises(error, match=message):
+        layer_snr(network(), batch(), clip=clip, loss=loss, **step)
 
 
 @pytest.mark.parametrize(("changed", "message"), WRONG, ids=[message for _, message in WRONG])

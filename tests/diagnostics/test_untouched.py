@@ -1,4 +1,4 @@
-"""Diagnostics leave no trace in the model or in a private run, and say whether they may be shown."""
+"""Diagnostics change neither the model nor a private run, and say whether they are public."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dpkfc.diagnostics import (
 
 
 class Network(nn.Module):
-    """Dropout, a buffer that every forward changes, a part in another mode, a frozen one, and a bare parameter."""
+    """Dropout, a buffer changed by every forward, modes, a frozen layer, and a bare parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Network(nn.Module):
 
 
 class Scale(nn.Module):
-    """Has no fast path: it runs under vmap."""
+    """A module without a fast path: it runs under vmap."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,14 +131,14 @@ def test_the_model_is_untouched_and_the_result_repeatable(call: Callable[[nn.Mod
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_private_run_does_not_notice(call: Callable[[nn.Module], Any]) -> None:
-    """Between forward and backward, and between backward and step: the run releases the same gradients bit by bit."""
+    """Called between forward, backward and step: the run releases bit-identical gradients."""
 
-    def run(look: Callable[[nn.Module], Any]) -> list[Tensor]:
+    def gradients(look: Callable[[nn.Module], Any]) -> list[Tensor]:
         torch.manual_seed(0)
         model = DiagonalMap()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         data = TensorDataset(torch.randn(30, 6), torch.randint(3, (30,)))
-        private = dpkfc.make_private(
+        run = dpkfc.make_private(
             model,
             optimizer,
             data,
@@ -150,7 +150,7 @@ def test_a_private_run_does_not_notice(call: Callable[[nn.Module], Any]) -> None
             **NOISE,
         )
         grads = []
-        for x, y in private.loader:
+        for x, y in run.loader:
             value = F.cross_entropy(model(x), y)
             look(model)
             value.backward()
@@ -160,7 +160,7 @@ def test_a_private_run_does_not_notice(call: Callable[[nn.Module], Any]) -> None
         assert len(grads) == 12
         return grads
 
-    assert all(map(torch.equal, run(lambda model: None), run(call)))
+    assert all(map(torch.equal, gradients(lambda model: None), gradients(call)))
 
 
 def test_results_say_whether_they_are_private() -> None:

@@ -1,4 +1,4 @@
-"""The choice of noise: computed at equal epsilon, within the memory, and never worse than independent noise."""
+"""The choice of noise: at equal epsilon, within the memory, never worse than independent noise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 import dpkfc
 from dpkfc.noise.sensitivity import Participation
-from dpkfc.planning.choose_noise import WORTH_IT, best, evaluate, recipes
+from dpkfc.planning.choose_noise import WORTH_IT, best, evaluate, noise_candidates
 
 RUN: dict[str, Any] = {
     "records": 20_000,
@@ -24,7 +24,7 @@ MOMENTUM = dpkfc.noise.Workload.sgd(momentum=0.9)
 
 @pytest.mark.parametrize(("epsilon", "bands", "ratio"), [(1.0, 16, 0.72), (8.0, 200, 0.29)])
 def test_known_gains_over_independent_noise(epsilon: float, bands: int, ratio: float) -> None:
-    """1,000 steps in 5 epochs, β = .9: golden ratios of the error, by the optimised Toeplitz matrix or better."""
+    """1,000 steps in 5 epochs, β = .9: known ratios of the error of optimised Toeplitz matrices."""
     run = RUN | {"epsilon": epsilon}
     alone = evaluate(dpkfc.noise.Independent(), MOMENTUM, **run)
     banded = evaluate(dpkfc.noise.BandedToeplitz(bands), MOMENTUM, **run)
@@ -33,7 +33,7 @@ def test_known_gains_over_independent_noise(epsilon: float, bands: int, ratio: f
 
 def test_every_candidate_spends_the_same_epsilon_and_keeps_to_the_memory() -> None:
     run = RUN | {"epsilon": 4.0, "records": 2000, "steps": 60}
-    found = [evaluate(noise, MOMENTUM, **run) for noise in recipes(6, 20)]
+    found = [evaluate(noise, MOMENTUM, **run) for noise in noise_candidates(6, 20)]
     assert len({candidate.plan.noise for candidate in found}) == len(found) > 8
     for candidate in found:
         plan, matrix = candidate.plan, candidate.factorization
@@ -65,8 +65,8 @@ def test_independent_noise_is_left_only_for_a_clear_gain() -> None:
 
 
 @pytest.mark.parametrize(("max_buffers", "turns"), [(0, 50), (1, 50), (5, 3), (16, 1), (300, 400)])
-def test_recipes_fit(max_buffers: int, turns: int) -> None:
-    found = recipes(max_buffers, turns)
+def test_candidates_fit(max_buffers: int, turns: int) -> None:
+    found = noise_candidates(max_buffers, turns)
     assert isinstance(found[0], dpkfc.noise.Independent)
     assert (len(found) == 1) == (turns == 1)
     for noise in found:
@@ -90,8 +90,8 @@ def test_auto_takes_the_best_within_its_memory() -> None:
     assert small.factorization.buffers == 0 < large.factorization.buffers <= 16
     workload = dpkfc.noise.Workload.sgd(momentum=0.9)
 
-    def error(private: dpkfc.PrivateRun) -> float:
-        return private.plan.noise_scale * private.factorization.error(workload, 30)
+    def error(run: dpkfc.PrivateRun) -> float:
+        return run.plan.noise_scale * run.factorization.error(workload, 30)
 
     assert error(large) < error(small) < error(run_with(None))
 
@@ -110,13 +110,31 @@ def test_a_workload_of_ones_own_decides() -> None:
 
 
 @pytest.mark.parametrize(
+    ("noise", "settings", "error", "message"),
+    [
+        ("automatic", {}, ValueError, "pass 'auto'"),
+        (3, {}, TypeError, "pass 'auto'"),
+        (dpkfc.noise.BandedToeplitz, {}, TypeError, "pass 'auto', or an object"),
+        (
+            "auto",
+            {"options": dpkfc.Options(sampling="poisson")},
+            ValueError,
+            "chooses the sampling too",
+        ),
+        ("auto", {"epsilon": None, "noise_multiplier": 1.0}, ValueError, "give epsilon"),
+        (dpkfc.noise.Auto(max_buffers=-1), {}, ValueError, "max_buffers=-1"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    noise: Any, settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        run_with(noise, **settings)
+
+
+@pytest.mark.parametrize(
     ("noise", "settings", "message"),
     [
-        ("automatic", {}, "pass 'auto'"),
-        (3, {}, "pass 'auto'"),
-        ("auto", {"options": dpkfc.Options(sampling="poisson")}, "chooses the sampling too"),
-        ("auto", {"epsilon": None, "noise_multiplier": 1.0}, "give epsilon"),
-        (dpkfc.noise.Auto(max_buffers=-1), {}, "max_buffers=-1"),
         (dpkfc.noise.BandedToeplitz(0), {}, "bands=0"),
         (dpkfc.noise.LambdaCGD(decay=1.0), {}, "decay=1.0"),
         (
@@ -126,6 +144,8 @@ def test_a_workload_of_ones_own_decides() -> None:
         ),
     ],
 )
-def test_wrong_wishes_are_refused(noise: Any, settings: dict[str, Any], message: str) -> None:
+def test_noise_that_cannot_be_factorized_is_refused(
+    noise: Any, settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(dpkfc.PrivacyError, match=message):
         run_with(noise, **settings)

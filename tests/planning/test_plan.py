@@ -1,4 +1,4 @@
-"""The plan: wishes checked before anything is spent, noise calibrated, a statement a person can read."""
+"""The plan: arguments are checked, the noise is calibrated, and the statement can be read."""
 
 from __future__ import annotations
 
@@ -39,28 +39,42 @@ def test_the_plan_keeps_its_target_and_agrees_with_dp_accounting() -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"records": 0}, ValueError, "0 records"),
+        ({"batch_size": 1001}, ValueError, "exceeds the 1000 records"),
+        ({"batch_size": 0}, ValueError, "batch_size=0"),
+        ({"batch_size": 2.5}, TypeError, "batch_size=2.5"),
+        ({"clip": 0.0}, ValueError, "clip=0.0"),
+        ({"clip": "1"}, TypeError, "clip='1'"),
+        ({"clip": float("inf")}, ValueError, "clip=inf"),
+        ({"clip": float("nan")}, ValueError, "clip=nan"),
+        ({"delta": None}, ValueError, "delta is missing"),
+        ({"delta": 0.0}, ValueError, "delta=0.0"),
+        ({"delta": 1.0}, ValueError, "delta=1.0"),
+        ({"epsilon": None}, ValueError, "exactly one of epsilon"),
+        ({"noise_multiplier": 1.0}, ValueError, "exactly one of epsilon"),
+        ({"steps": 5}, ValueError, "exactly one of epochs and steps"),
+        ({"epochs": None}, ValueError, "exactly one of epochs and steps"),
+        ({"epochs": 0}, ValueError, "epochs=0"),
+        ({"epochs": None, "steps": 0}, ValueError, "steps=0"),
+        ({"epochs": None, "steps": 1.5}, TypeError, "steps=1.5"),
+        ({"sampling": "poison"}, ValueError, "Did you mean 'poisson'"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        dpkfc.Plan.make(**{**GOOD, **change})
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"records": 0}, "0 records"),
-        ({"batch_size": 1001}, "exceeds the 1000 records"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"batch_size": 2.5}, "batch_size=2.5"),
-        ({"clip": 0.0}, "clip=0.0"),
-        ({"clip": "1"}, "clip='1'"),
-        ({"clip": float("inf")}, "clip=inf"),
-        ({"clip": float("nan")}, "clip=nan"),
-        ({"delta": None}, "delta is missing"),
-        ({"delta": 0.0}, "delta=0.0"),
-        ({"delta": 1.0}, "delta=1.0"),
-        ({"epsilon": None}, "exactly one of epsilon"),
-        ({"noise_multiplier": 1.0}, "exactly one of epsilon"),
         ({"epsilon": -1.0}, "epsilon=-1.0"),
         ({"epsilon": float("inf")}, "epsilon=inf"),
         ({"epsilon": None, "noise_multiplier": -1.0}, "noise_multiplier=-1.0"),
-        ({"steps": 5}, "exactly one of epochs and steps"),
-        ({"epochs": None}, "exactly one of epochs and steps"),
-        ({"epochs": 0}, "epochs=0"),
-        ({"epochs": None, "steps": 0}, "steps=0"),
         ({"accountant": "gdp"}, "'pld' \\(tight\\) or 'rdp'"),
         ({"accountant": "gdp", "best_of": dpkfc.tuning.BestOf(4)}, "'pld' \\(tight\\) or 'rdp'"),
         ({"best_of": 4}, "must be a dpkfc.tuning.BestOf"),
@@ -68,7 +82,9 @@ def test_the_plan_keeps_its_target_and_agrees_with_dp_accounting() -> None:
         ({"epsilon": 1e-9, "delta": 1e-12}, "out of reach"),
     ],
 )
-def test_impossible_wishes_are_refused(change: dict[str, Any], message: str) -> None:
+def test_what_the_accountant_cannot_analyse_is_refused(
+    change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(dpkfc.PrivacyError, match=message):
         dpkfc.Plan.make(**{**GOOD, **change})
 

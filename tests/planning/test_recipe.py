@@ -1,4 +1,4 @@
-"""The preset: the learning rate keeps its promise about the noise, whatever the run; and nothing private is read."""
+"""The preset: the learning rate yields the promised noise in any run, and no record is read."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ def model_of(outputs: int = 50, inputs: int = 40) -> nn.Module:
 def test_noise_moves_a_units_weights_by_the_given_length(
     records: int, batch_size: int, epsilon: float, noise: Any
 ) -> None:
-    """A run on records without gradient: the weights are noise alone, and its length is the promised one.
+    """A run on records without gradient: the weights are pure noise, of the promised length.
 
-    The root mean square over the steps and units, of 50 units with 41 weights: 2050 normal numbers a step, so the
-    length is known to within a few percent; 2 % of it is the chi distribution's own.
+    The root mean square over the steps and units, for 50 units with 41 weights: 2050 normal numbers
+    per step, so the length is known to within a few percent; 2 % of it comes from the chi
+    distribution.
     """
     model = model_of()
     recipe = dpkfc.recipe(
@@ -52,7 +53,7 @@ def test_noise_moves_a_units_weights_by_the_given_length(
     def nothing(model: nn.Module, batch: Any) -> Tensor:
         return (0 * model(batch[0])).sum()
 
-    private = dpkfc.make_private(
+    run = dpkfc.make_private(
         model,
         optimizer,
         data,
@@ -62,7 +63,7 @@ def test_noise_moves_a_units_weights_by_the_given_length(
         loss=nothing,
     )
     squares = []
-    for batch in private.loader:
+    for batch in run.loader:
         nothing(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -80,7 +81,7 @@ def test_noise_moves_a_units_weights_by_the_given_length(
 
 
 def test_less_noise_larger_rate() -> None:
-    """More budget, or noise that cancels where that pays: the same length of noise allows a larger step."""
+    """With more budget, or noise that cancels, the same length of noise allows a larger step."""
     run: dict[str, Any] = {"records": 2000, "delta": 1e-5, "epochs": 4, "batch_size": 500}
     tight, plain = (dpkfc.recipe(model_of(), epsilon=e, noise=PLAIN, **run).lr for e in (0.5, 8.0))
     free = dpkfc.recipe(model_of(), epsilon=8.0, **run)
@@ -102,13 +103,13 @@ def test_units_are_rows_of_weight_matrices(
     model: nn.Module, units: int, parameters: int | None
 ) -> None:
     expected = sum(p.numel() for p in model.parameters()) if parameters is None else parameters
-    assert presets.size(model) == (units, expected)
+    assert presets.count_units_and_parameters(model) == (units, expected)
 
 
 def test_frozen_parts_are_neither_counted_nor_trained() -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
     model[0].requires_grad_(False)
-    assert presets.size(model) == (2, 12)
+    assert presets.count_units_and_parameters(model) == (2, 12)
     recipe = dpkfc.recipe(
         model,
         records=500,
@@ -158,18 +159,22 @@ def test_few_records(records: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "error", "message"),
     [
-        ({"records": 0}, "records"),
-        ({"records": 2.5}, "records"),
-        ({"noise_length": 0.0}, "noise_length"),
-        ({"noise_length": float("nan")}, "noise_length"),
-        ({"epsilon": -1.0}, "epsilon"),
-        ({"epochs": 0.0}, "epochs"),
-        ({"batch_size": 5000}, "exceeds the 100 records"),
-        ({"probe": dpkfc.probes.Tabular(40), "geometry": dpkfc.Identity()}, "not both"),
+        ({"records": 0}, ValueError, "records"),
+        ({"records": 2.5}, TypeError, "records"),
+        ({"noise_length": 0.0}, ValueError, "noise_length"),
+        ({"noise_length": float("nan")}, ValueError, "noise_length"),
+        ({"epsilon": -1.0}, dpkfc.PrivacyError, "epsilon"),
+        ({"epochs": 0.0}, ValueError, "epochs"),
+        ({"batch_size": 5000}, ValueError, "exceeds the 100 records"),
+        ({"probe": dpkfc.probes.Tabular(40), "geometry": dpkfc.Identity()}, ValueError, "not both"),
+        ({"model": "resnet"}, TypeError, "model must be a torch.nn.Module, not str"),
+        ({"model": nn.LazyLinear(3)}, ValueError, "parameter 'weight' is not initialised"),
+        ({"model": nn.Flatten()}, ValueError, "no trainable parameter"),
     ],
 )
-def test_wrong_arguments(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(dpkfc.PrivacyError, match=message):
-        dpkfc.recipe(model_of(), **{"records": 100, "epsilon": 1.0, "noise": PLAIN, **wrong})
+def test_wrong_arguments(wrong: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"model": model_of(), "records": 100, "epsilon": 1.0, "noise": PLAIN, **wrong}
+    with pytest.raises(error, match=message):
+        dpkfc.recipe(**arguments)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import dpkfc
+from dpkfc.accounting.unchecked import NOT_CHECKED
 from dpkfc.losses import cross_entropy
 from dpkfc.random import first_key
 
@@ -1294,7 +1295,7 @@ def test_hugging_face_trainer_that_restores_weights_alone_is_refused(tmp_path: P
 )
 def test_what_was_not_checked_is_said(changed: dict[str, Any], what: str, tmp_path: Path) -> None:
     said = dict(begin(network(), records(), **changed).plan.statement())
-    assert said[f"not checked: {what}"] == dpkfc.planning.plan.NOT_CHECKED[what]  # type: ignore[index]
+    assert said[f"not checked: {what}"] == NOT_CHECKED[what]  # type: ignore[index]
     ledger = dpkfc.Ledger(tmp_path / "ledger.db", dataset="people")
     assert not re.search("not checked", str(begin(network(), records(), ledger=ledger).plan))
 

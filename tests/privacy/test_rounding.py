@@ -240,5 +240,5 @@ def test_a_map_that_enlarges_much_does_not_hide_what_it_enlarges() -> None:
 
 
 def test_a_clip_as_small_as_rounding_is_refused() -> None:
-    with pytest.raises(dpkfc.PrivacyError, match="clip=1e-09: at least 1e-06"):
+    with pytest.raises(ValueError, match="clip=1e-09: at least 1e-06"):
         dpkfc.Plan.make(records=100, batch_size=10, steps=1, clip=1e-9, epsilon=1.0, delta=1e-3)

@@ -1,4 +1,4 @@
-"""Tuning: what is tried, counted, kept and charged, over interruptions; what is refused."""
+"""Tuning: tries, counts, files and charges, also after interruptions, and refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import dpkfc
 from dpkfc import Ledger, PrivacyError
 from dpkfc.accounting.ledger import read
 from dpkfc.accounting.selection import BestOf
-from dpkfc.tuning.search import BEGUN, Selected, tune, tune_privately
+from dpkfc.tuning.search import STATE_ATTRIBUTE, Selected, tune, tune_privately
 
 RUN: dict[str, Any] = {
     "noise_multiplier": 2.0,
@@ -113,6 +113,24 @@ def test_the_same_call_goes_on_until_all_tries_are_complete(
     assert len(seen) == 8
 
 
+def test_progress_is_reported_before_the_first_try_and_after_every_try(storage: Path) -> None:
+    reported: list[tuple[int, int, float | None]] = []
+
+    def objective(trial: optuna.Trial) -> float:
+        if trial.number == 1:
+            raise optuna.TrialPruned
+        return float(trial.number)
+
+    def report(finished: int, tries: int, best: float | None) -> None:
+        reported.append((finished, tries, best))
+
+    tune(objective, tries=3, storage=storage, on_progress=report)
+    assert reported == [(0, 3, None), (1, 3, 0.0), (2, 3, 0.0), (3, 3, 2.0)]
+    reported.clear()
+    tune(objective, tries=4, storage=storage, on_progress=report)
+    assert reported == [(3, 4, 2.0), (4, 4, 3.0)]
+
+
 def test_a_score_that_is_no_number_is_the_worst_and_a_pruned_try_counts() -> None:
     def objective(trial: optuna.Trial) -> float:
         if trial.number == 2:
@@ -125,7 +143,7 @@ def test_a_score_that_is_no_number_is_the_worst_and_a_pruned_try_counts() -> Non
         tune(lambda trial: math.nan if trial.number else 3.0, tries=3, direction="minimize").score
         == 3.0
     )
-    with pytest.raises(PrivacyError, match="all 2 tries were pruned"):
+    with pytest.raises(RuntimeError, match="all 2 tries were pruned"):
         tune(lambda trial: (_ for _ in ()).throw(optuna.TrialPruned), tries=2)
 
 
@@ -148,14 +166,14 @@ def test_the_best_tries_are_printed_best_first() -> None:
     ],
 )
 def test_impossible_wishes_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(PrivacyError, match=message):
+    with pytest.raises(ValueError, match=message):
         tune(hill, **{"tries": 1, **change})
 
 
 def test_a_study_is_not_taken_for_another(storage: Path, tries: Callable[[int], list[int]]) -> None:
     tries(1)
     tune(hill, tries=1, storage=storage)
-    with pytest.raises(PrivacyError, match="begun to maximize, not to minimize"):
+    with pytest.raises(ValueError, match="begun to maximize, not to minimize"):
         tune(hill, tries=2, storage=storage, direction="minimize")
     with pytest.raises(PrivacyError, match="holds tries of another tuning"):
         tune_privately(Training(), plan=PLAN, storage=storage, name="tuning")
@@ -171,7 +189,7 @@ def test_without_optuna_the_way_to_install_it_is_named(
     monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(PrivacyError, match=r"pip install 'dpkfc\[tune\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'dpkfc\[tune\]'"):
         call()
 
 
@@ -187,7 +205,7 @@ def test_optunas_own_logs_are_off_and_come_back(capfd: pytest.CaptureFixture[str
 
 
 class Training:
-    """An objective: trains a tiny model, and scores it by `score(number of the call)`. Remembers what it did."""
+    """An objective that trains a tiny model, scores it by `score(call)`, and records its work."""
 
     def __init__(self, score: Callable[[int], float] = lambda call: -call, **changes: Any) -> None:
         self.score, self.changes = score, changes
@@ -201,15 +219,15 @@ class Training:
         torch.manual_seed(0)
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=self.settings[-1])
-        private = dpkfc.make_private(
+        run = dpkfc.make_private(
             model, optimizer, DATA, loss=output, **arguments_of({**RUN, **self.changes})
         )
-        for batch in private.loader:
+        for batch in run.loader:
             output(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
         self.weights.append(model.weight.detach().clone())
-        return private, self.score(self.calls - 1)
+        return run, self.score(self.calls - 1)
 
 
 @pytest.fixture
@@ -240,17 +258,17 @@ def test_the_best_try_is_released(
 
 
 def test_the_price_of_a_try_is_that_of_the_whole() -> None:
-    private, _ = Training()(optuna.create_study().ask())
-    assert private.epsilon() == PLAN.epsilon()
+    run, _ = Training()(optuna.create_study().ask())
+    assert run.epsilon() == PLAN.epsilon()
     single = dpkfc.Plan.make(records=8, clip=1.0, **{**RUN, "best_of": None})
-    assert private.epsilon() > single.epsilon()
+    assert run.epsilon() > single.epsilon()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_resume_keeps_the_number_of_tries_and_the_best_weights(
     storage: Path, tries: Callable[[int], list[int]], error: type[BaseException]
 ) -> None:
-    """An interrupted try is made anew; one that failed counts, since its error may have come from the data."""
+    """An interrupted try is repeated; a failed one counts: its error may come from the data."""
     draws = tries(6)
 
     def score(call: int) -> float:
@@ -322,7 +340,7 @@ def test_only_the_best_weights_stay_on_disk_and_only_for_their_owner(
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(storage.stat().st_mode) == 0o600
     study = optuna.load_study(study_name="private tuning", storage=f"sqlite:///{storage}")
-    assert "Do not publish" in study.user_attrs[BEGUN]["note"]
+    assert "Do not publish" in study.user_attrs[STATE_ATTRIBUTE]["note"]
 
 
 def test_lost_weights_are_noticed(storage: Path, tries: Callable[[int], list[int]]) -> None:
@@ -330,7 +348,7 @@ def test_lost_weights_are_noticed(storage: Path, tries: Callable[[int], list[int
     tune_privately(Training(), plan=PLAN, storage=storage)
     (file,) = Path(f"{storage}.weights").glob("*/*")
     file.unlink()
-    with pytest.raises(PrivacyError, match="weights of the best try so far are gone"):
+    with pytest.raises(OSError, match="weights of the best try so far are gone"):
         tune_privately(Training(), plan=PLAN, storage=storage)
 
 
@@ -357,15 +375,15 @@ def test_settings_are_drawn_uniformly_also_after_interruptions(
 ) -> None:
     """TPE would crowd around the best."""
     tries(40)
-    private, _ = Training()(optuna.create_study().ask())
+    run, _ = Training()(optuna.create_study().ask())
     drawn: list[float] = []
 
     def quick(trial: optuna.Trial) -> tuple[dpkfc.PrivateRun, float]:
         drawn.append(trial.suggest_float("lr", 0, 1))
         if len(drawn) % 15 == 0:
             raise KeyboardInterrupt
-        private._group_key = bytes([len(drawn)])  # as if it were another run
-        return private, -drawn[-1]
+        run._group_key = bytes([len(drawn)])  # as if it were another run
+        return run, -drawn[-1]
 
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
@@ -388,13 +406,13 @@ def test_noise_of_the_asked_size_is_added_to_scores(
     tries(200)
     run = {**RUN, "best_of": BestOf(5, score_noise=3.0)}
     plan = dpkfc.Plan.make(records=8, clip=1.0, **run)
-    private, _ = Training(best_of=plan.best_of)(optuna.create_study().ask())
+    run, _ = Training(best_of=plan.best_of)(optuna.create_study().ask())
     studies: list[optuna.Study] = []
 
     def objective(trial: optuna.Trial) -> tuple[dpkfc.PrivateRun, float]:
         studies.append(trial.study)
-        private._group_key = bytes([len(studies) % 251, len(studies) // 251])
-        return private, 40.0
+        run._group_key = bytes([len(studies) % 251, len(studies) // 251])
+        return run, 40.0
 
     chosen = tune_privately(objective, plan=plan, seed=seed)
     scores = [trial.value for trial in studies[0].trials]
@@ -429,15 +447,15 @@ def test_the_iterate_of_disk_is_kept_not_what_lies_ahead_of_it(
     def objective(trial: optuna.Trial) -> tuple[dpkfc.PrivateRun, float]:
         model = nn.Linear(2, 1)
         optimizer = dpkfc.optim.DiSK(torch.optim.SGD(model.parameters(), lr=0.5), kappa=0.7)
-        private = dpkfc.make_private(model, optimizer, DATA, loss=output, **arguments_of(RUN))
-        for batch in private.loader:
+        run = dpkfc.make_private(model, optimizer, DATA, loss=output, **arguments_of(RUN))
+        for batch in run.loader:
             output(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
         ahead = model.weight.detach().clone()
         with optimizer.iterate():
             found.extend([model.weight.detach().clone(), ahead])
-        return private, 0.0
+        return run, 0.0
 
     chosen = tune_privately(objective, plan=PLAN)
     assert chosen.state_dict is not None and torch.equal(chosen.state_dict["weight"], found[0])
@@ -496,7 +514,7 @@ def test_tries_that_share_their_noise_are_refused(
 
 @pytest.mark.parametrize("result", [1.0, (1.0, 2.0), None])
 def test_an_objective_that_returns_something_else_is_refused(result: Any) -> None:
-    with pytest.raises(PrivacyError, match=r"must return \(private, score\)"):
+    with pytest.raises(TypeError, match=r"must return \(run, score\)"):
         tune_privately(lambda trial: result, plan=PLAN)
 
 

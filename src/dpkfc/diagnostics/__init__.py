@@ -1,13 +1,13 @@
-"""Measurements on a user's own model: what clip, noise and geometry do to it, layer by layer.
+"""Measurements on your own model: the effect of clipping, noise and geometry, layer by layer.
 
-Every function works on a copy of the model and leaves no trace: weights, buffers, `.grad`, modes, and the global
-generators are as before, also in the middle of a private run. Every result says in `privacy` whether it may be
-shown: what is computed from records is not covered by epsilon.
+Every function works on a copy of the model. Weights, buffers, `.grad`, modes and the global random
+generators stay as they were, also in the middle of a private run. The field `privacy` of every
+result says whether it may be published: epsilon does not cover what is computed from records.
 
 - `layer_snr`: signal and noise of one private step (Figure 1 of the paper);
-- `clip_effect`: what clipping does to given records;
+- `clip_effect`: the effect of clipping on given records;
 - `kronecker_spectrum`: eigenvalues of ``A ⊗ G`` from several sources (Figures 2 and 6);
-- `factor_alignment`: how well the factors of one source agree with those of another (Figures 3, 8 and 9);
+- `factor_alignment`: agreement of the factors of different sources (Figures 3, 8 and 9);
 - `hessian_density`: the spectrum of the Hessian itself, by Lanczos quadrature (Figure 7).
 """
 

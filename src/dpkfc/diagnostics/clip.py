@@ -1,74 +1,77 @@
-"""What clipping does to the given examples: how long they are, how many are cut, and where the mean then points.
+"""The effect of clipping on given examples: norms, clipped share, and the direction of the mean.
 
-Clipping is a bias: the mean of clipped gradients points elsewhere than their mean. The cosine between the two is 1
-where all are scaled alike, and falls as the long ones, which are cut, differ from the short ones.
+Clipping biases the mean: the mean of clipped gradients has another direction than the mean of the
+gradients. The cosine between the two is 1 if all gradients are scaled alike. It falls as the long
+gradients, which are clipped, differ from the short ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
 from dpkfc.diagnostics.passes import AnyLoss, Examples, Reduction, watched
-from dpkfc.diagnostics.result import Result, privacy_of, table_of
+from dpkfc.diagnostics.result import DiagnosticResult, empty_table, privacy_statement
 from dpkfc.diagnostics.step import Clip, Step, beside_dp_sgd, step_of
-from dpkfc.errors import PrivacyError
 from dpkfc.geometry.base import Geometry
+from dpkfc.tables import TextTable
 
-SHOWN = (0, 5, 25, 50, 75, 95, 100)  # percentiles in the table
+SHOWN_PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
 
 
 @dataclass(frozen=True)
 class ClipEffect:
-    """One geometry. Norms, means and shares are those of mapped gradients U g."""
+    """The effect under one geometry. All numbers are those of mapped gradients U g."""
 
-    clip: float  # C
-    percentiles: tuple[float, ...]  # of ‖U g_i‖, the 0th to the 100th
-    clipped: float  # the part of the examples with a weight below 1
+    clip: float  # R
+    percentiles: tuple[float, ...]  # of ‖U g_i‖, from the 0th to the 100th
+    clipped: float  # share of the examples with a weight below 1
     mean_weight: float
-    cosine: float  # between the mean of the clipped gradients and that of the unclipped
-    length: float  # of the clipped mean, relative to the unclipped
-    shares: dict[
-        str, float
-    ]  # mean over examples of ‖U_l g_il‖² / ‖U g_i‖², by layer; they add up to 1
-    not_finite: int  # examples whose gradient is not, and which count as zero
+    cosine: float  # between the means of the clipped and of the unclipped gradients
+    length: float  # of the clipped mean, relative to the unclipped one
+    shares: dict[str, float]  # mean over i of ‖U_l g_il‖² / ‖U g_i‖², by layer l; their sum is 1
+    not_finite: int  # examples whose gradient is not finite; they count as zero
 
 
 @dataclass(frozen=True)
-class Clipping(Result):
-    """Every geometry, that of DP-SGD first."""
+class Clipping(DiagnosticResult):
+    """The effect under every geometry, DP-SGD first."""
 
     geometries: dict[str, ClipEffect]
     examples: int
     privacy: str
 
-    def __rich__(self) -> Table:
-        table = table_of(
-            f"Clipping of {self.examples} examples", self.privacy, [""], self.geometries
-        )
-        found = list(self.geometries.values())
-        table.add_row("clip C", *(f"{one.clip:.3g}" for one in found))
-        for level in SHOWN:
-            table.add_row(f"norm, {level}%", *(f"{one.percentiles[level]:.3g}" for one in found))
-        table.add_row("clipped", *(f"{one.clipped:.1%}" for one in found))
-        table.add_row("mean weight", *(f"{one.mean_weight:.3g}" for one in found))
-        table.add_row("cosine of the means", *(f"{one.cosine:.3f}" for one in found))
-        table.add_row("length of the mean", *(f"× {one.length:.3g}" for one in found))
-        if any(one.not_finite for one in found):
-            table.add_row("not finite", *(str(one.not_finite) for one in found))
+    def table(self) -> TextTable:
+        title = f"Clipping of {self.examples} examples"
+        table = empty_table(title, self.privacy, [""], self.geometries)
+        effects = list(self.geometries.values())
+
+        def add(name: str, text: Callable[[ClipEffect], str]) -> None:
+            table.add_row(name, *map(text, effects))
+
+        add("clip R", lambda effect: f"{effect.clip:.3g}")
+        for level in SHOWN_PERCENTILES:
+            norms = (f"{effect.percentiles[level]:.3g}" for effect in effects)
+            table.add_row(f"norm, {level}%", *norms)
+        add("clipped", lambda effect: f"{effect.clipped:.1%}")
+        add("mean weight", lambda effect: f"{effect.mean_weight:.3g}")
+        add("cosine of the means", lambda effect: f"{effect.cosine:.3f}")
+        add("length of the mean", lambda effect: f"× {effect.length:.3g}")
+        if any(effect.not_finite for effect in effects):
+            add("not finite", lambda effect: str(effect.not_finite))
         table.add_section()
-        for layer in found[0].shares:
-            table.add_row(f"share of {layer}", *(f"{one.shares[layer]:.1%}" for one in found))
+        for layer in effects[0].shares:
+            shares = (f"{effect.shares[layer]:.1%}" for effect in effects)
+            table.add_row(f"share of {layer}", *shares)
         return table
 
     def plot(self, file: str | Path) -> None:
-        """The norms beside the clip, and the shares of the layers, as an image."""
+        """Write a plot of the norms in units of the clip, and of the layers' shares, to `file`."""
         from dpkfc.diagnostics.plots import plot_clipping
 
         plot_clipping(self, Path(file))
@@ -86,17 +89,17 @@ def clip_effect(
     vmap_modules: Iterable[str] = (),
     seed: int = 0,
 ) -> Clipping:
-    """What clipping to `clip` does to a batch of records, or to probes, with and without a geometry.
+    """Measure the effect of clipping on a batch of records or on probes.
 
-    The arguments are those of `layer_snr`.
+    DP-SGD is always compared with the given geometries. The arguments are those of `layer_snr`.
 
     >>> import torch, dpkfc
     >>> import torch.nn.functional as F
     >>> from dpkfc.diagnostics import clip_effect
     >>> model, batch = torch.nn.Linear(4, 2), (torch.randn(16, 4), torch.randint(2, (16,)))
     >>> loss = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
-    >>> found = clip_effect(model, batch, clip="median", geometry=dpkfc.KFC(dpkfc.probes.Tabular(4)), loss=loss)
-    >>> found.privacy
+    >>> geometry = dpkfc.KFC(dpkfc.probes.Tabular(4))
+    >>> clip_effect(model, batch, clip="median", geometry=geometry, loss=loss).privacy
     'not private: computed from the given records'
     """
     examples = Examples(source, loss, loss_reduction, probes, seed)
@@ -106,38 +109,42 @@ def clip_effect(
             name: step_of(copied, capture, examples, one, clip) for name, one in compared.items()
         }
     effects = {name: _effect(step) for name, step in steps.items()}
-    return Clipping(effects, len(steps["DP-SGD"].norms), privacy_of([source], compared.values()))
+    privacy = privacy_statement([source], compared.values())
+    return Clipping(effects, len(steps["DP-SGD"].norms), privacy)
 
 
 def _effect(step: Step) -> ClipEffect:
     finite = step.finite
-    norms, weights = step.norms[finite].double(), step.weights[finite]
+    norms = step.norms[finite].double()
+    weights = step.weights[finite]
     if not len(norms):
-        raise PrivacyError(
-            "no example has a finite gradient: the weights have diverged, or the inputs or the loss are not finite"
+        raise ValueError(
+            "no example has a finite gradient: the weights have diverged, or the inputs or the "
+            "loss are not finite"
         )
-    plain, clipped = (
-        torch.cat(list(means.values())).double() for means in (step.plain, step.clipped)
-    )
-    some = norms > 0
-    shares = {
-        name: (part[finite][some].double() / norms[some].square())
-        for name, part in step.squares.items()
-    }
+    plain = torch.cat(list(step.plain.values())).double()
+    clipped = torch.cat(list(step.clipped.values())).double()
+    positive = norms > 0
+    squares = norms[positive].square()
     return ClipEffect(
         clip=step.clip,
-        percentiles=tuple(_quantiles(norms).tolist()),
+        percentiles=tuple(_percentiles(norms).tolist()),
         clipped=float((weights < 1).double().mean()),
         mean_weight=float(weights.double().mean()),
         cosine=float(plain @ clipped / (plain.norm() * clipped.norm())),
         length=float(clipped.norm() / plain.norm()),
-        shares={name: float(part.mean()) for name, part in shares.items()},
+        shares={
+            layer: float((part[finite][positive].double() / squares).mean())
+            for layer, part in step.squares.items()
+        },
         not_finite=int((~finite).sum()),
     )
 
 
-def _quantiles(values: Tensor) -> Tensor:
-    """The 0th to the 100th percentile, between neighbours by a straight line."""
-    places = torch.linspace(0, 1, 101, dtype=values.dtype, device=values.device) * (len(values) - 1)
-    ordered, low = values.sort().values, places.floor().long()
-    return torch.lerp(ordered[low], ordered[(low + 1).clamp(max=len(values) - 1)], places - low)
+def _percentiles(values: Tensor) -> Tensor:
+    """The 0th to the 100th percentile, interpolated linearly."""
+    last = len(values) - 1
+    positions = torch.linspace(0, 1, 101, dtype=values.dtype, device=values.device) * last
+    ordered = values.sort().values
+    low = positions.floor().long()
+    return torch.lerp(ordered[low], ordered[(low + 1).clamp(max=last)], positions - low)

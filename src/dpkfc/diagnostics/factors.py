@@ -1,4 +1,4 @@
-"""The Kronecker factors A and G of every layer as a source shows them, before damping: what `KFC` would build on."""
+"""The Kronecker factors A_l and G_l of every layer, before damping, estimated from one source."""
 
 from __future__ import annotations
 
@@ -9,34 +9,36 @@ from torch import nn
 
 from dpkfc.diagnostics.passes import layers_of, watched
 from dpkfc.diagnostics.result import is_probe
-from dpkfc.errors import PrivacyError
 from dpkfc.geometry.factors import Spectrum
 from dpkfc.geometry.kfc import KFC
 from dpkfc.probes.probe import Probe
 from dpkfc.probes.targets import Loss
 
-Factors = dict[str, tuple[Spectrum, Spectrum]]  # (A, G) by layer, all eigenvalues and vectors
+Factors = dict[str, tuple[Spectrum, Spectrum]]  # (A, G) by layer, with all eigenpairs
 
 
-def by_name(sources: Probe | Mapping[str, Probe]) -> dict[str, Probe]:
-    """Sources by name; a single one goes by its own."""
-    found: dict[str, Any] = (
+def named_sources(sources: Probe | Mapping[str, Probe]) -> dict[str, Probe]:
+    """Sources by name; a single source has its own name."""
+    named: dict[str, Any] = (
         dict(sources) if isinstance(sources, Mapping) else {getattr(sources, "name", ""): sources}
     )
-    for name, source in found.items():
+    for name, source in named.items():
         if not is_probe(source):
-            raise PrivacyError(
-                f"source {name!r} is {type(source).__name__}: give a probe such as dpkfc.probes.PinkNoise(...), or a dict of "
-                "them; records as dpkfc.probes.PublicData(records), or as dpkfc.probes.Oracle(records) if they are private"
+            raise TypeError(
+                f"source {name!r} is {type(source).__name__}: give a probe such as "
+                "dpkfc.probes.PinkNoise(...), or a dict of them; records as "
+                "dpkfc.probes.PublicData(records), or as dpkfc.probes.Oracle(records) if they are "
+                "private"
             )
-    if not found:
-        raise PrivacyError(
-            "no source was given: pass a probe such as dpkfc.probes.PinkNoise(shape=(1, 28, 28)), or a dict"
+    if not named:
+        raise ValueError(
+            "no source was given: pass a probe such as dpkfc.probes.PinkNoise(shape=(1, 28, 28)), "
+            "or a dict"
         )
-    return found
+    return named
 
 
-def factors_of(
+def kronecker_factors(
     model: nn.Module,
     probe: Probe,
     *,
@@ -47,7 +49,7 @@ def factors_of(
     vmap_modules: Iterable[str],
     seed: int,
 ) -> Factors:
-    """Both factors of every layer that has a Kronecker form, at the model's present weights."""
+    """Both factors of every layer with a Kronecker form, at the present weights of the model."""
     geometry = KFC(
         probe,
         probes=probes,
@@ -62,15 +64,16 @@ def factors_of(
     with watched(model, vmap_modules) as (copied, capture):
         geometry.prepare(copied, capture)
         geometry.refresh(copied, capture, 0)
-        parameters, layers = dict(copied.named_parameters()), layers_of(capture.hooked_modules)
-    found = {
+        parameters = dict(copied.named_parameters())
+        layers = layers_of(capture.hooked_modules)
+    factors = {
         layers[parameters[names[0]]]: (a, g)
         for names, (a, g) in geometry.spectra.items()
         if g is not None
     }
-    if not found:
-        raise PrivacyError(
-            f"{type(model).__name__} has no trainable layer with Kronecker factors of at most {max_factor}: a linear "
-            "layer or a convolution. Unfreeze one, or raise max_factor"
+    if not factors:
+        raise ValueError(
+            f"{type(model).__name__} has no trainable layer with Kronecker factors of at most "
+            f"{max_factor}: a linear layer or a convolution. Unfreeze one, or raise max_factor"
         )
-    return found
+    return factors

@@ -1,78 +1,64 @@
-"""What all results share: whether they may be shown, and their form as a table, as text and as JSON."""
+"""What all results share: a privacy statement, a table and JSON."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-from rich.text import Text
-
-from dpkfc.app.reports.text import as_text
+from dpkfc.tables import Column, ShownAsTable, TextTable
 
 PUBLIC = "public: probes and weights only"
 FROM_RECORDS = "not private: computed from the given records"
 FROM_ORACLE = "not private: computed from the private records of an Oracle"
 
 
-class Result(ABC):
-    """A frozen dataclass that a table shows."""
-
-    @abstractmethod
-    def __rich__(self) -> Table: ...
-
-    def __str__(self) -> str:
-        return as_text(self, width=160)
+class DiagnosticResult(ShownAsTable):
+    """Base of the results: frozen dataclasses that print as tables."""
 
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = as_json(self)
-        return found
+        converted: dict[str, Any] = as_json(self)
+        return converted
 
 
 def is_probe(source: Any) -> bool:
-    """A probe draws its examples; anything else is a batch of records."""
+    """Whether `source` is a probe, which draws examples; anything else is a batch of records."""
     return hasattr(source, "draw")
 
 
-def privacy_of(sources: Iterable[Any], geometries: Iterable[Any] = ()) -> str:
-    """What may be said of a result. "public" presumes what a private run grants: that its weights are public."""
+def privacy_statement(sources: Iterable[Any], geometries: Iterable[Any] = ()) -> str:
+    """Whether a result may be published.
+
+    "public" assumes that the weights are public, as those of a private run are.
+    """
     sources = list(sources)
     if not all(is_probe(source) for source in sources):
         return FROM_RECORDS
-    return PUBLIC if all(one.public for one in [*sources, *geometries]) else FROM_ORACLE
+    public = all(source.public for source in [*sources, *geometries])
+    return PUBLIC if public else FROM_ORACLE
 
 
 def is_public(privacy: str) -> bool:
     return privacy == PUBLIC
 
 
-def table_of(title: str, privacy: str, names: Iterable[str], figures: Iterable[str]) -> Table:
-    """An empty table: columns of names, then of figures, and the statement about privacy below."""
-    table = Table(
-        title=title,
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        collapse_padding=True,
-        caption_justify="left",
+def empty_table(
+    title: str, privacy: str, names: Iterable[str], figures: Iterable[str]
+) -> TextTable:
+    """A table without rows: columns of names, columns of figures, the privacy statement below."""
+    columns = [*map(Column, names), *(Column(heading, "right") for heading in figures)]
+    return TextTable(
+        title, columns, caption=privacy, warning=not is_public(privacy), border=False, width=160
     )
-    for heading in names:
-        table.add_column(heading, no_wrap=True)
-    for heading in figures:
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.caption = Text(privacy, style="" if is_public(privacy) else "bold red")
-    return table
 
 
 def as_json(value: Any) -> Any:
-    """Dataclasses as dicts, tuples as lists, and numbers that JSON does not have as None."""
+    """Dataclasses as dicts, tuples as lists, and NaN and infinities, which JSON lacks, as None."""
     if is_dataclass(value):
         return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): as_json(one) for key, one in value.items()}
+        return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [as_json(one) for one in value]
+        return [as_json(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

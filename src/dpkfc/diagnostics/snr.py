@@ -1,8 +1,9 @@
 """Signal and noise of one private step, layer by layer (Figure 1 of the paper).
 
-The signal of layer l is the norm of its part of the clipped mean gradient; the noise, N(0, (σC/B)²) on each of its d_l
-coordinates, has norm ``σ C √d_l / B`` (the root of its mean square). Under DP-SGD layers with small gradients and many
-weights drown; a geometry is meant to level the profile.
+The signal of layer l is the norm of its part of the clipped mean gradient. The noise is
+N(0, (σ R / B)²) on each of its d_l coordinates and has norm ``σ R √d_l / B`` (the root of its mean
+square). Under DP-SGD, layers with small gradients and many weights have a low ratio; a geometry
+should level the profile.
 """
 
 from __future__ import annotations
@@ -13,24 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from torch import nn
 
 from dpkfc.diagnostics.passes import AnyLoss, Examples, Reduction, watched
-from dpkfc.diagnostics.result import Result, privacy_of, table_of
-from dpkfc.diagnostics.step import Clip, beside_dp_sgd, step_of
+from dpkfc.diagnostics.result import DiagnosticResult, empty_table, privacy_statement
+from dpkfc.diagnostics.step import Clip, Step, beside_dp_sgd, step_of
 from dpkfc.geometry.base import Geometry
 from dpkfc.probes.arguments import real, whole
+from dpkfc.tables import TextTable
 
 
 @dataclass(frozen=True)
 class LayerSNR:
-    """One layer, or all of them together, under one geometry."""
+    """Signal and noise of one layer, or of all layers together, under one geometry."""
 
     layer: str
     parameters: int  # d_l
     signal: float  # ‖Σ w_i U_l g_il / n‖
-    noise: float  # σ C √d_l / B
+    noise: float  # σ R √d_l / B
 
     @property
     def ratio(self) -> float:
@@ -38,11 +39,11 @@ class LayerSNR:
 
 
 @dataclass(frozen=True)
-class SNR(Result):
-    """The profile of every geometry, that of DP-SGD first. Layers are in the order of the model."""
+class SNR(DiagnosticResult):
+    """The profile of every geometry, DP-SGD first. Layers are in the order of the model."""
 
     geometries: dict[str, tuple[LayerSNR, ...]]
-    clips: dict[str, float]  # C
+    clips: dict[str, float]  # R
     noise_multiplier: float  # σ
     batch_size: int  # B
     examples: int
@@ -51,25 +52,27 @@ class SNR(Result):
     def whole(self, geometry: str) -> LayerSNR:
         """All layers together."""
         rows = self.geometries[geometry]
-        signal, noise = (
-            math.hypot(*(getattr(row, part) for row in rows)) for part in ("signal", "noise")
+        return LayerSNR(
+            layer="all layers",
+            parameters=sum(row.parameters for row in rows),
+            signal=math.hypot(*(row.signal for row in rows)),
+            noise=math.hypot(*(row.noise for row in rows)),
         )
-        return LayerSNR("all layers", sum(row.parameters for row in rows), signal, noise)
 
-    def __rich__(self) -> Table:
+    def table(self) -> TextTable:
         title = (
             f"Signal to noise of one step (σ = {self.noise_multiplier:.3g}, B = {self.batch_size})"
         )
         names = list(self.geometries)
-        headings = ["parameters", *(f"{name}\nC = {self.clips[name]:.3g}" for name in names)]
-        table = table_of(title, self.privacy, ["layer"], headings)
+        headings = ["parameters", *(f"{name}\nR = {self.clips[name]:.3g}" for name in names)]
+        table = empty_table(title, self.privacy, ["layer"], headings)
         for rows in [*zip(*self.geometries.values(), strict=True), tuple(map(self.whole, names))]:
-            figures = (f"{row.ratio:.3g}" for row in rows)
-            table.add_row(rows[0].layer, f"{rows[0].parameters:,}", *figures)
+            ratios = (f"{row.ratio:.3g}" for row in rows)
+            table.add_row(rows[0].layer, f"{rows[0].parameters:,}", *ratios)
         return table
 
     def plot(self, file: str | Path) -> None:
-        """The profiles, layer by layer, as an image."""
+        """Write a plot of the profiles, layer by layer, to `file`."""
         from dpkfc.diagnostics.plots import plot_snr
 
         plot_snr(self, Path(file))
@@ -89,48 +92,59 @@ def layer_snr(
     vmap_modules: Iterable[str] = (),
     seed: int = 0,
 ) -> SNR:
-    """Signal to noise at the model's present weights, for DP-SGD and for other geometries.
+    """Signal to noise at the present weights, for DP-SGD and for other geometries.
 
     Args:
-        source: a batch of records, or a probe, whose labels are random: of these the profile over the layers
-            means something, the height of it does not.
-        noise_multiplier, batch_size: σ and the expected batch size B, as `private.plan` has them.
-        clip: C, `AutomaticClipping()`, or "median": of the norms under each geometry. One C means different things to
-            geometries of different scale.
-        geometry: `KFC(...)`, or several by name; each is refreshed on the copy. DP-SGD is always there.
-        loss: ``(model, batch) -> scalar`` for records, reduced by `loss_reduction`; a probe loss for probes.
-        probes: how many to draw, if not as many as the probe thinks right.
+        model: stays unchanged.
+        source: a batch of records, or a probe. The labels of a probe are random: compare layers,
+            not absolute ratios.
+        noise_multiplier: σ, as in `run.plan`.
+        batch_size: the expected batch size B, as in `run.plan`.
+        clip: the clip norm R, `AutomaticClipping()`, or "median", which takes the median of the
+            norms under each geometry: the same R has different effects on geometries of different
+            scale.
+        geometry: `KFC(...)`, or several by name; each is refreshed on the copy. DP-SGD is always
+            included.
+        loss: ``(model, batch) -> scalar`` for records; a probe loss, as in `KFC`, for probes.
+        loss_reduction: over the records of a batch, "mean" or "sum".
+        probes: number of probes; the default of the probe if not given.
         vmap_modules: as in `Options`.
+        seed: of the probes.
 
     >>> import torch, dpkfc
     >>> from dpkfc.diagnostics import layer_snr
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
     >>> probe = dpkfc.probes.Tabular(4)
-    >>> found = layer_snr(model, probe, noise_multiplier=1.0, batch_size=64, clip="median", geometry=dpkfc.KFC(probe))
-    >>> list(found.geometries), found.privacy
+    >>> step = {"noise_multiplier": 1.0, "batch_size": 64, "clip": "median"}
+    >>> snr = layer_snr(model, probe, geometry=dpkfc.KFC(probe), **step)
+    >>> list(snr.geometries), snr.privacy
     (['DP-SGD', 'DP-KFC'], 'public: probes and weights only')
     """
-    sigma, size = (
-        real("noise_multiplier", noise_multiplier, above=0),
-        whole("batch_size", batch_size, 1),
-    )
+    sigma = real("noise_multiplier", noise_multiplier, above=0)
+    batch_size = whole("batch_size", batch_size, 1)
     examples = Examples(source, loss, loss_reduction, probes, seed)
     compared = beside_dp_sgd(geometry)
     with watched(model, vmap_modules) as (copied, capture):
         steps = {
             name: step_of(copied, capture, examples, one, clip) for name, one in compared.items()
         }
-    rows = {
-        name: tuple(
-            LayerSNR(
-                layer,
-                part.numel(),
-                float(part.norm()),
-                sigma * step.clip * math.sqrt(part.numel()) / size,
-            )
-            for layer, part in step.clipped.items()
+    return SNR(
+        geometries={name: _rows(step, sigma, batch_size) for name, step in steps.items()},
+        clips={name: step.clip for name, step in steps.items()},
+        noise_multiplier=sigma,
+        batch_size=batch_size,
+        examples=len(steps["DP-SGD"].norms),
+        privacy=privacy_statement([source], compared.values()),
+    )
+
+
+def _rows(step: Step, sigma: float, batch_size: int) -> tuple[LayerSNR, ...]:
+    return tuple(
+        LayerSNR(
+            layer=layer,
+            parameters=part.numel(),
+            signal=float(part.norm()),
+            noise=sigma * step.clip * math.sqrt(part.numel()) / batch_size,
         )
-        for name, step in steps.items()
-    }
-    clips, count = {name: step.clip for name, step in steps.items()}, len(steps["DP-SGD"].norms)
-    return SNR(rows, clips, sigma, size, count, privacy_of([source], compared.values()))
+        for layer, part in step.clipped.items()
+    )

@@ -1,4 +1,4 @@
-"""Eigenvalues of the Kronecker-factored curvature, layer by layer and source by source (Figures 2 and 6, Eq. 48)."""
+"""Eigenvalues of the Kronecker-factored curvature by layer and source (Figures 2, 6; Eq. 48)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
-from dpkfc.diagnostics.factors import by_name, factors_of
-from dpkfc.diagnostics.result import Result, privacy_of, table_of
+from dpkfc.diagnostics.factors import kronecker_factors, named_sources
+from dpkfc.diagnostics.result import DiagnosticResult, empty_table, privacy_statement
 from dpkfc.geometry.factors import Spectrum
 from dpkfc.probes.arguments import whole
 from dpkfc.probes.probe import Probe
 from dpkfc.probes.targets import Loss
+from dpkfc.tables import TextTable
 
-FORMED = 1 << 22  # products up to which all of them are formed and sorted
-HALVINGS = 42  # of an interval of logarithms: to some eleven digits
+MAX_PRODUCTS = 1 << 22  # up to here all products of eigenvalues are formed and sorted
+BISECTIONS = 42  # of an interval of logarithms: about eleven digits
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class LayerSpectrum:
     """The eigenvalues of ``A ⊗ G`` of one layer, at some of their ranks (1 is the largest)."""
 
     layer: str
-    sizes: tuple[int, int, int]  # groups, and of A and G in a group
+    sizes: tuple[int, int, int]  # number of groups, size of A and of G per group
     ranks: tuple[int, ...]
     values: tuple[float, ...]
     trace: float
@@ -35,37 +35,34 @@ class LayerSpectrum:
 
     @property
     def total(self) -> int:
+        """The number of eigenvalues."""
         groups, a, g = self.sizes
         return groups * a * g
 
 
 @dataclass(frozen=True)
-class Spectra(Result):
-    """The layers of every source."""
+class Spectra(DiagnosticResult):
+    """The spectra of all layers, for every source."""
 
     sources: dict[str, tuple[LayerSpectrum, ...]]
     private_sources: tuple[str, ...]  # those that read private records
     privacy: str
 
-    def __rich__(self) -> Table:
+    def table(self) -> TextTable:
         headings = ["eigenvalues", "largest", "median", "trace", "effective rank"]
-        table = table_of("Eigenvalues of A ⊗ G", self.privacy, ["layer", "source"], headings)
+        table = empty_table("Eigenvalues of A ⊗ G", self.privacy, ["layer", "source"], headings)
         for rows in zip(*self.sources.values(), strict=True):
-            for number, (source, row) in enumerate(zip(self.sources, rows, strict=True)):
-                middle = row.values[_nearest(row.ranks, (row.total + 1) // 2)]
-                figures = (row.values[0], middle, row.trace)
-                first = (row.layer, f"{row.total:,}") if not number else ("", "")
-                table.add_row(
-                    first[0],
-                    source,
-                    first[1],
-                    *(f"{x:.2e}" for x in figures),
-                    f"{row.effective_rank:.1f}",
-                )
+            layer = rows[0].layer
+            total = f"{rows[0].total:,}"
+            for source, row in zip(self.sources, rows, strict=True):
+                median = row.values[_nearest(row.ranks, (row.total + 1) // 2)]
+                figures = (f"{x:.2e}" for x in (row.values[0], median, row.trace))
+                table.add_row(layer, source, total, *figures, f"{row.effective_rank:.1f}")
+                layer = total = ""
         return table
 
     def plot(self, file: str | Path) -> None:
-        """A panel a layer, a curve a source, as an image."""
+        """Write a plot with one panel per layer and one curve per source to `file`."""
         from dpkfc.diagnostics.plots import plot_spectra
 
         plot_spectra(self, Path(file))
@@ -83,23 +80,28 @@ def kronecker_spectrum(
     vmap_modules: Iterable[str] = (),
     seed: int = 0,
 ) -> Spectra:
-    """The spectrum of every layer from one source, or from several to compare: oracle, public, synthetic.
+    """The spectrum of every layer, from one source or from several to compare.
 
     Args:
-        sources: a probe, or several by name: ``{"oracle": Oracle(train), "synthetic": PinkNoise(...)}``.
-        points: eigenvalues to keep of a layer, at ranks that are evenly spread on a logarithmic axis.
-        loss, probes, approx, max_factor, seed: as in `KFC`. Labels are random unless a source has labels=True.
+        model: stays unchanged.
+        sources: one probe, or several by name:
+            ``{"oracle": Oracle(train), "synthetic": PinkNoise(...)}``.
+        points: number of eigenvalues kept per layer, at ranks evenly spread on a logarithmic axis.
+        loss, probes, approx, max_factor, seed: as in `KFC`. Labels are random unless a source has
+            labels=True.
+        vmap_modules: as in `Options`.
 
     >>> import torch, dpkfc
     >>> from dpkfc.diagnostics import kronecker_spectrum
-    >>> found = kronecker_spectrum(torch.nn.Linear(4, 2), dpkfc.probes.Tabular(4))
-    >>> found.sources["Gaussian features"][0].total
+    >>> spectra = kronecker_spectrum(torch.nn.Linear(4, 2), dpkfc.probes.Tabular(4))
+    >>> spectra.sources["Gaussian features"][0].total
     10
     """
-    named, points = by_name(sources), whole("points", points, 2)
+    named = named_sources(sources)
+    points = whole("points", points, 2)
     spectra: dict[str, tuple[LayerSpectrum, ...]] = {}
     for name, source in named.items():
-        factors = factors_of(
+        factors = kronecker_factors(
             model,
             source,
             loss=loss,
@@ -109,31 +111,39 @@ def kronecker_spectrum(
             vmap_modules=vmap_modules,
             seed=seed,
         )
-        spectra[name] = tuple(_layer(layer, a, g, points) for layer, (a, g) in factors.items())
+        spectra[name] = tuple(
+            _layer_spectrum(layer, a, g, points) for layer, (a, g) in factors.items()
+        )
     private = tuple(name for name, source in named.items() if not source.public)
-    return Spectra(spectra, private, privacy_of(named.values()))
+    return Spectra(spectra, private, privacy_statement(named.values()))
 
 
-def _layer(layer: str, a: Spectrum, g: Spectrum, points: int) -> LayerSpectrum:
-    of_a, of_g = _every(a), _every(g)
-    sizes = (len(of_a), of_a.shape[1], of_g.shape[1])
+def _layer_spectrum(layer: str, a: Spectrum, g: Spectrum, points: int) -> LayerSpectrum:
+    a_values = _all_values(a)
+    g_values = _all_values(g)
+    sizes = (len(a_values), a_values.shape[1], g_values.shape[1])
     ranks = _ranks(sizes[0] * sizes[1] * sizes[2], points)
-    trace = float((of_a.sum(1) * of_g.sum(1)).sum())
-    squares = float((of_a.square().sum(1) * of_g.square().sum(1)).sum())
-    values = kronecker_eigenvalues(of_a, of_g, ranks)
-    effective = trace**2 / squares if squares > 0 else 0.0
+    values = kronecker_eigenvalues(a_values, g_values, ranks)
+    trace = float((a_values.sum(1) * g_values.sum(1)).sum())
+    squares = float((a_values.square().sum(1) * g_values.square().sum(1)).sum())
     return LayerSpectrum(
-        layer, sizes, tuple(ranks.tolist()), tuple(values.tolist()), trace, effective
+        layer=layer,
+        sizes=sizes,
+        ranks=tuple(ranks.tolist()),
+        values=tuple(values.tolist()),
+        trace=trace,
+        effective_rank=trace**2 / squares if squares > 0 else 0.0,
     )
 
 
-def _every(factor: Spectrum) -> Tensor:
+def _all_values(factor: Spectrum) -> Tensor:
     """All eigenvalues, [groups, size]."""
     assert factor.tail is not None
     return torch.cat([factor.values, factor.tail], 1).double().cpu()
 
 
 def _ranks(total: int, points: int) -> Tensor:
+    """At most `points` ranks from 1 to `total`, evenly spread on a logarithmic axis."""
     if total <= points:
         return torch.arange(1, total + 1)
     exponents = torch.linspace(0, 1, points, dtype=torch.float64)
@@ -146,39 +156,42 @@ def _nearest(ranks: tuple[int, ...], rank: int) -> int:
 
 
 def kronecker_eigenvalues(a: Tensor, g: Tensor, ranks: Tensor) -> Tensor:
-    """``Λ_F = sort({λ_i^A · λ_j^G})`` at the given ranks (Eq. 48), for eigenvalues [groups, size] of each factor.
+    """``Λ_F = sort({λ_i^A · λ_j^G})`` at the given ranks (Eq. 48).
 
-    Where the products are too many to form, the value at rank k is found by halving an interval: for any t the pairs
-    with ``λ_i^A λ_j^G ≥ t`` are counted by searching each ``t / λ_i^A`` among the sorted λ^G. That takes
-    memory for one factor times the number of ranks.
+    If there are too many products to form them all, the value at rank k is computed by bisection:
+    for any t, the pairs with ``λ_i^A λ_j^G ≥ t`` are counted by searching each ``t / λ_i^A`` among
+    the sorted λ^G. This needs memory for one factor times the number of ranks.
 
-    >>> kronecker_eigenvalues(torch.tensor([[3.0, 1.0]]), torch.tensor([[5.0, 2.0]]), torch.tensor([1, 2, 4]))
+    Args:
+        a: eigenvalues of A, [groups, size].
+        g: eigenvalues of G, [groups, size].
+        ranks: 1 is the largest product.
+
+    >>> a, g = torch.tensor([[3.0, 1.0]]), torch.tensor([[5.0, 2.0]])
+    >>> kronecker_eigenvalues(a, g, torch.tensor([1, 2, 4]))
     tensor([15.,  6.,  2.])
     """
-    if a.numel() * g.shape[1] <= FORMED:
-        every = (a[:, :, None] * g[:, None, :]).flatten().sort(descending=True).values
-        return every[ranks - 1]
-    return by_counting(a, g, ranks)
+    if a.numel() * g.shape[1] <= MAX_PRODUCTS:
+        products = (a[:, :, None] * g[:, None, :]).flatten().sort(descending=True).values
+        return products[ranks - 1]
+    return eigenvalues_by_bisection(a, g, ranks)
 
 
-def by_counting(a: Tensor, g: Tensor, ranks: Tensor) -> Tensor:
-    """The products at the given ranks, without forming them."""
+def eigenvalues_by_bisection(a: Tensor, g: Tensor, ranks: Tensor) -> Tensor:
+    """The products at the given ranks, without forming all of them."""
     logs = [(x[x > 0].log(), y[y > 0].log().sort().values) for x, y in zip(a, g, strict=True)]
     logs = [(x, y) for x, y in logs if len(x) and len(y)]
     positive = sum(len(x) * len(y) for x, y in logs)
     if not positive:
         return torch.zeros(len(ranks), dtype=a.dtype)
-    low = torch.full(
-        (len(ranks),), min(float(x.min() + y[0]) for x, y in logs) - 1e-9, dtype=a.dtype
-    )
-    high = torch.full_like(low, max(float(x.max() + y[-1]) for x, y in logs) + 1e-9)
-    for _ in range(HALVINGS):
+    smallest = min(float(x.min() + y[0]) for x, y in logs) - 1e-9
+    largest = max(float(x.max() + y[-1]) for x, y in logs) + 1e-9
+    low = torch.full((len(ranks),), smallest, dtype=a.dtype)
+    high = torch.full_like(low, largest)
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        above = torch.stack(
-            [(len(y) - torch.searchsorted(y, middle[:, None] - x)).sum(1) for x, y in logs]
-        ).sum(0)
-        low, high = (
-            torch.where(above >= ranks, middle, low),
-            torch.where(above >= ranks, high, middle),
-        )
+        counts = [(len(y) - torch.searchsorted(y, middle[:, None] - x)).sum(1) for x, y in logs]
+        enough = torch.stack(counts).sum(0) >= ranks
+        low = torch.where(enough, middle, low)
+        high = torch.where(enough, high, middle)
     return torch.where(ranks <= positive, low.exp(), torch.zeros_like(low))

@@ -1,26 +1,31 @@
-"""`fix`: replace layers that mix records by their private relatives, and show what was replaced."""
+"""`fix`: replace layers that mix records by layers that do not, and show what was replaced."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from dpkfc.errors import PrivacyError
+from dpkfc.tables import Column, TextTable
 
 
-def fix(model: nn.Module, show: Callable[[Table], None] | None = None) -> nn.Module:
+def fix(model: nn.Module, show: Callable[[TextTable], None] | None = None) -> nn.Module:
     """Replace BatchNorm by GroupNorm, and turn off the running statistics of InstanceNorm.
 
-    Works in place and returns the model (a new one if the model itself is a BatchNorm). Scale and
-    shift
-    are kept. Parameters are new objects: build the optimizer afterwards. `show` receives the table
-        of replacements; by default it is printed.
+    Scale and shift are kept. The parameters are new objects: build the optimizer afterwards.
+
+    Args:
+        model: is changed in place.
+        show: receives the table of replacements; by default it is printed.
+
+    Returns:
+        The same model; a new one only if the model itself is a BatchNorm.
+
+    Raises:
+        ValueError: if a lazy BatchNorm is not initialised.
 
     >>> import torch, dpkfc
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
@@ -28,38 +33,39 @@ def fix(model: nn.Module, show: Callable[[Table], None] | None = None) -> nn.Mod
     >>> isinstance(model[1], torch.nn.GroupNorm)
     True
     """
-    table = Table("module", "was", "is now", title="dpkfc.fix", title_justify="left")
+    columns = [Column("module"), Column("was", wrap=True), Column("is now", wrap=True)]
+    table = TextTable("dpkfc.fix", columns)
     if isinstance(model, _BatchNorm):
-        replaced = _group_norm(model)
-        table.add_row("(the model)", str(model), str(replaced))
-        model = replaced
+        new = _group_norm(model)
+        table.add_row("(the model)", str(model), str(new))
+        model = new
     for name, module in list(model.named_modules()):
         for child_name, child in list(module.named_children()):
             path = f"{name}.{child_name}" if name else child_name
+            before = str(child)
             if isinstance(child, _BatchNorm):
                 new = _group_norm(child, path)
                 setattr(module, child_name, new)
-                table.add_row(path, str(child), str(new))
+                table.add_row(path, before, str(new))
             elif isinstance(child, _InstanceNorm) and child.track_running_stats:
-                before = str(child)
                 child.track_running_stats = False
                 child.running_mean = child.running_var = child.num_batches_tracked = None
                 table.add_row(path, before, str(child))
-    if not table.row_count:
+    if not table.rows:
         table.add_row("-", "nothing to replace", "-")
-    (show or Console().print)(table)
+    (show or print)(table)
     return model
 
 
 def _group_norm(old: _BatchNorm, path: str = "the model") -> nn.GroupNorm:
+    """A GroupNorm with the scale, the shift and the device of `old`."""
     if old.num_features == 0:
-        raise PrivacyError(
+        raise ValueError(
             f"'{path}' ({type(old).__name__}) is not initialised: run one forward pass on random "
             "input first"
         )
-    new = nn.GroupNorm(
-        math.gcd(32, old.num_features), old.num_features, eps=old.eps, affine=old.affine
-    )
+    groups = math.gcd(32, old.num_features)
+    new = nn.GroupNorm(groups, old.num_features, eps=old.eps, affine=old.affine)
     if old.affine:
         new.weight.data.copy_(old.weight.data)
         new.bias.data.copy_(old.bias.data)

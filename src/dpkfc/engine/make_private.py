@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from dpkfc.accounting.ledger import Ledger
+from dpkfc.accounting.unchecked import Unchecked
 from dpkfc.clipping import AutomaticClipping
 from dpkfc.engine.checks import ROWS, check_collate, check_loss, check_model, check_optimizer
 from dpkfc.engine.guards import single_process
@@ -27,7 +28,7 @@ from dpkfc.noise.factorization import Factorization
 from dpkfc.optim.base import NoiseAware
 from dpkfc.per_sample.capture import GradientCapture
 from dpkfc.planning.choose_noise import Noise, choose
-from dpkfc.planning.plan import Plan, Unchecked, batches
+from dpkfc.planning.plan import Plan, batches
 from dpkfc.probes.public import LABELS, check_apart
 
 INSPECTED = 128  # records, to find some with different targets for the trial of the loss

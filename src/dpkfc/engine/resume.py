@@ -20,10 +20,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dpkfc.accounting.ledger import Ledger
+from dpkfc.accounting.unchecked import NOT_CHECKED
 from dpkfc.engine import guards, lineage
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.base import Geometry
-from dpkfc.planning.plan import NOT_CHECKED, Plan
+from dpkfc.planning.plan import Plan
 from dpkfc.random import is_key
 
 if TYPE_CHECKING:

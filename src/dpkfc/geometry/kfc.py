@@ -44,7 +44,7 @@ from dpkfc.probes.public import Hybrid
 from dpkfc.probes.targets import Loss
 
 if TYPE_CHECKING:
-    from dpkfc.app.reports.geometry_table import Description
+    from dpkfc.geometry.description import Description
 
 # damping of a diagonal map relative to its mean: most entries of an embedding see no probe
 ENTRY_DAMPING = 1e-2
@@ -195,7 +195,7 @@ class KFC:
         the refresh. All of it is public: it follows from the probes and from weights that private
         steps released. Only with `Oracle` it is not, and the description says so.
         """
-        from dpkfc.app.reports.geometry_table import Settings, describe
+        from dpkfc.geometry.description import MapSettings, describe
 
         if self._last_refresh is None and not self._maps:
             raise RuntimeError(
@@ -203,7 +203,7 @@ class KFC:
                 "drawn. Call describe() inside or after `for x, y in run.loader:`"
             )
         source = "inferred" if self.probe is None else self.probe.name
-        settings = Settings(
+        settings = MapSettings(
             source, self.public, self.every, self.damping, self.stability, self.power
         )
         return describe(self._maps, self._post_maps, self._spectra, self._last_refresh, settings)

@@ -34,3 +34,11 @@ class RunAware(Protocol):
 
     def backward(self, closure: Callable[[], Tensor]) -> Any:
         """What the loop calls instead of ``closure().backward()``."""
+
+
+@runtime_checkable
+class KeepsIterate(Protocol):
+    """An optimizer that holds the model at another point than its iterate between steps."""
+
+    def iterate(self) -> AbstractContextManager[None]:
+        """The model at the iterate, for evaluation and for release."""

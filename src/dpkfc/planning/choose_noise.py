@@ -1,7 +1,8 @@
-"""Which noise: every candidate's error in the parameters, at the same epsilon, within a budget of memory.
+"""Choice of the noise: the error of every candidate in the parameters, at the same epsilon.
 
-Correlated noise gives up some amplification by sampling, since a record may join only every b-th step, and
-wins by cancellation. What prevails depends on the run; so it is computed, and nothing private is needed for it.
+Correlated noise loses some amplification by sampling, since a record may join only every b-th step,
+and gains by cancellation. Which effect is larger depends on the run and can be computed in advance,
+within a memory budget. No private data is needed for it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Any, Literal, Protocol
 
 from torch.optim import Optimizer
 
-from dpkfc.errors import PrivacyError
 from dpkfc.noise.auto import Auto
 from dpkfc.noise.factorization import IDENTITY, REGENERATED, Factorization
 from dpkfc.noise.independent import Independent
@@ -26,61 +26,76 @@ from dpkfc.noise.toeplitz import (
 from dpkfc.noise.workload import Workload, is_linear
 from dpkfc.planning.plan import Plan, Sampling
 
-WORTH_IT = 0.95  # of the error of independent noise; above that, simpler is better
+# Correlated noise must reduce the error to this share, or the simpler independent noise is kept.
+WORTH_IT = 0.95
+NOT_LINEAR = (
+    "{}, but correlated noise cancels only if later gradients reach the parameters on the same "
+    "scale. Privacy is not affected, but the gain is: the error of 16 optimised bands, .43 of that "
+    "of independent noise with SGD, was .84 with Adam and 5.4 with coordinates rescaled at random "
+    "in every step; that of 2 buffers .45, 1.7 and 11 (`dpkfc reproduce rescaling`). Use "
+    "torch.optim.SGD, or Independent() noise"
+)
 
 
 class Noise(Protocol):
-    """A recipe for a factorization: `Independent`, `BandedToeplitz`, ..."""
+    """A kind of noise, from which a factorization can be made: `Independent`, `BandedToeplitz`."""
 
     @property
     def workload(self) -> Workload | None:
-        """What the noise is shaped for; None: what the optimizer does."""
+        """The workload to optimise for; None stands for that of the optimizer."""
 
     def factorize(self, workload: Workload, n: int, separation: int) -> Factorization:
-        """The matrix C for a run of n steps, in which a record returns after `separation` steps at the earliest."""
+        """The strategy matrix C for n steps; a record returns after `separation` steps or more."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A noise with its plan. `rmse`: root mean square of its part in a parameter, for a learning rate of 1."""
+    """A noise with its calibrated plan."""
 
     noise: Noise
     factorization: Factorization
     plan: Plan
-    rmse: float
+    rmse: float  # root mean square of the noise in one parameter, for a learning rate of 1
 
 
-def recipes(max_buffers: int, turns: int) -> list[Noise]:
-    """Every noise worth trying within the memory, the independent one first; `turns` batches make a pass."""
+def noise_candidates(max_buffers: int, turns: int) -> list[Noise]:
+    """Every noise worth trying within the memory, independent noise first.
+
+    Args:
+        max_buffers: memory for past noise, in vectors of the model's size.
+        turns: number of batches in one pass over the data.
+    """
     if max_buffers < 0:
-        raise PrivacyError(f"max_buffers={max_buffers}: must not be negative")
-    found: list[Noise] = [Independent()]
+        raise ValueError(f"max_buffers={max_buffers}: must not be negative")
     if turns < 2:
-        return found
-    widths = {p for p in (2, 4, 8, 16, 32, 64, 128, 256, turns) if p <= min(max_buffers + 1, turns)}
+        return [Independent()]
+    most_bands = min(max_buffers + 1, turns)
+    widths = {p for p in (2, 4, 8, 16, 32, 64, 128, 256, turns) if p <= most_bands}
+    candidates: list[Noise] = [Independent()]
     for bands in sorted(widths):
-        found += [BandedSquareRoot(bands), BandedToeplitz(bands)]
-    found += [BufferedToeplitz(buffers) for buffers in (1, 2, 3) if buffers <= max_buffers]
-    return [*found, LambdaCGD(), InverseSquareRoot(min(max(max_buffers + 1, REGENERATED), turns))]
+        candidates += [BandedSquareRoot(bands), BandedToeplitz(bands)]
+    candidates += [BufferedToeplitz(buffers) for buffers in (1, 2, 3) if buffers <= max_buffers]
+    regenerated = InverseSquareRoot(min(max(max_buffers + 1, REGENERATED), turns))
+    return [*candidates, LambdaCGD(), regenerated]
 
 
 def evaluate(noise: Noise, workload: Workload, **run: Any) -> Candidate:
-    """The noise calibrated for a run with these arguments of `Plan.make`, and its error."""
+    """Calibrate the noise for a run with these arguments of `Plan.make`, and compute its error."""
     factorization = _factorize(noise, workload, run)
     plan = Plan.make(**run, noise=factorization)
     error = factorization.error(workload, run["steps"])
     return Candidate(noise, factorization, plan, plan.noise_scale / plan.batch_size * error)
 
 
-def best(found: list[Candidate]) -> Candidate:
-    """The least error, and of those within 1 % of it the one with the fewest buffers.
+def best(candidates: list[Candidate]) -> Candidate:
+    """The candidate with the fewest buffers whose error is within 1 % of the smallest.
 
-    If nothing is clearly better than independent noise, the first of them, that is kept.
+    The first candidate, independent noise, is kept unless another one is clearly better.
     """
-    least = min(candidate.rmse for candidate in found)
-    if least >= WORTH_IT * found[0].rmse:
-        return found[0]
-    close = [candidate for candidate in found if candidate.rmse <= 1.01 * least]
+    smallest = min(candidate.rmse for candidate in candidates)
+    if smallest >= WORTH_IT * candidates[0].rmse:
+        return candidates[0]
+    close = [candidate for candidate in candidates if candidate.rmse <= 1.01 * smallest]
     return min(close, key=lambda candidate: (candidate.factorization.buffers, candidate.rmse))
 
 
@@ -93,45 +108,47 @@ def choose(
 ) -> Factorization:
     """The factorization for a run with these arguments of `Plan.make`.
 
-    `rescaled` says what changes the noisy gradients over time before they reach the parameters, if anything does.
+    Args:
+        noise: as in `make_private`.
+        optimizer: determines the workload, unless `noise` has its own.
+        rescaled: what changes the scale of noisy gradients over time before they reach the
+            parameters, for the warning; None if nothing does.
+        sampling: as in `Options`.
+        run: the other arguments of `Plan.make`.
     """
     if noise is None or isinstance(noise, Independent):
         return IDENTITY
     if noise == "auto":
         noise = Auto()
-    if isinstance(noise, str) or not (isinstance(noise, Auto) or hasattr(noise, "factorize")):
-        raise PrivacyError(
-            f"noise={noise!r}: pass 'auto', or an object such as dpkfc.noise.BandedToeplitz(bands=16)"
-        )
+    _check_noise(noise)
     linear = is_linear(optimizer)
     if not linear:
-        rescaled = (
-            rescaled or f"{type(optimizer).__name__} rescales every gradient by the past ones"
-        )
+        optimizer_name = type(optimizer).__name__
+        rescaled = rescaled or f"{optimizer_name} rescales every gradient by the past ones"
     if isinstance(noise, Auto):
         if sampling is not None:
-            raise PrivacyError("noise='auto' chooses the sampling too: leave sampling out")
+            raise ValueError("noise='auto' chooses the sampling too: leave sampling out")
         if run.get("epsilon") is None:
-            raise PrivacyError(
+            raise ValueError(
                 "noise='auto' compares at equal epsilon: give epsilon instead of noise_multiplier"
             )
         if rescaled:
             return IDENTITY
         workload = noise.workload or Workload.of(optimizer)
-        tried = recipes(noise.max_buffers, run["records"] // run["batch_size"])
-        return best([evaluate(one, workload, **run) for one in tried]).factorization
+        kinds = noise_candidates(noise.max_buffers, run["records"] // run["batch_size"])
+        return best([evaluate(kind, workload, **run) for kind in kinds]).factorization
     if rescaled:
-        warnings.warn(WHY_NOT.format(rescaled), stacklevel=3)
+        warnings.warn(NOT_LINEAR.format(rescaled), stacklevel=3)
     workload = noise.workload or (Workload.of(optimizer) if linear else Workload.sgd(momentum=0.9))
     return _factorize(noise, workload, run)
 
 
-WHY_NOT = (
-    "{}, but correlated noise cancels only if later gradients reach the parameters on the same scale. Privacy is not "
-    "affected, but the gain is: the error of 16 optimised bands, .43 of that of independent noise with SGD, was .84 "
-    "with Adam and 5.4 with coordinates rescaled at random in every step; that of 2 buffers .45, 1.7 and 11 (`dpkfc "
-    "reproduce rescaling`). Use torch.optim.SGD, or Independent() noise"
-)
+def _check_noise(noise: Any) -> None:
+    if isinstance(noise, Auto) or (hasattr(noise, "factorize") and not isinstance(noise, type)):
+        return
+    advice = "pass 'auto', or an object such as dpkfc.noise.BandedToeplitz(bands=16)"
+    error = ValueError if isinstance(noise, str) else TypeError
+    raise error(f"noise={noise!r}: {advice}")
 
 
 def _factorize(noise: Noise, workload: Workload, run: dict[str, Any]) -> Factorization:

@@ -1,6 +1,6 @@
-"""The plan of a private run: what is sampled, clipped, noised and accounted, fixed before the first step.
+"""The plan of a private run: sampling, clipping, noise and accounting, fixed before the first step.
 
-Sampling and accounting both read this one frozen object, so they agree by construction.
+Sampling and accounting both read this frozen object, so they agree by construction.
 """
 
 from __future__ import annotations
@@ -8,54 +8,47 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 from numbers import Integral, Real
-from typing import Any, Literal
-
-import dp_accounting as dp
-from rich.table import Table
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dpkfc.accounting.calibrate import Accountant, calibrate_noise, epsilon_spent
 from dpkfc.accounting.events import Mechanism
-from dpkfc.accounting.rounding import round_up
 from dpkfc.accounting.selection import BestOf
-from dpkfc.app.reports.text import as_text
+from dpkfc.accounting.unchecked import Unchecked
 from dpkfc.clipping import MARGIN, SMALLEST_CLIP, SMALLEST_GAMMA, AutomaticClipping
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.factorization import IDENTITY, Factorization
 from dpkfc.noise.grid import DIAGONAL, spacing
 from dpkfc.noise.sensitivity import Participation
+from dpkfc.planning.statement import statement
+from dpkfc.tables import ShownAsTable, TextTable
+
+if TYPE_CHECKING:
+    import dp_accounting as dp
 
 Sampling = Literal["poisson", "cyclic-poisson", "min-separated"]
-Unchecked = Literal["loss", "model", "seed", "ledger", "records", "public data"]
-NOT_CHECKED: dict[Unchecked, str] = {
-    "loss": 'loss="unchecked": nobody tried whether the loss keeps the records apart, as epsilon assumes',
-    "model": "check=False: nobody tried in the loop whether model and loss keep the records apart, as epsilon assumes",
-    "seed": "the noise comes from a seed: whoever knows it can subtract the noise",
-    "ledger": "no ledger: other runs on the same records are not part of this epsilon, nor are steps lost in a crash",
-    "records": "records= was not given: the number of records is that of the data set, and is treated as public",
-    "public data": "only a sample of the public records was compared with the private ones",
-}
-NAMES: dict[Sampling, str] = {
-    "poisson": "Poisson",
-    "cyclic-poisson": "cyclic Poisson",
-    "min-separated": "groups in turn",
-}
 
 
 @dataclass(frozen=True)
-class Plan:
-    """`steps` steps of sampled, clipped, noised gradient sums over `records` records.
+class Plan(ShownAsTable):
+    """`steps` steps of sampled, clipped, noisy gradient sums over `records` records.
 
-    The guarantee: the sequence of all noisy sums, and so every model computed from them, is
-    (`epsilon()`, `delta`)-differentially private under adding or removing one record. Each step draws
-    every record with probability `batch_size / records`, clips its (mapped) gradient to norm `clip`,
-    adds noise to the sum and divides by the expected batch size. The noise of all steps is ``C⁻¹ z`` with
-    z ~ N(0, (`noise_multiplier` · `clip` · `noise_sensitivity`)² I); C is the identity for independent noise. How
-    `sampling`, C and the accounting belong together is in `accounting.events.Mechanism`. With `best_of`, `epsilon()`
-    is the price of the best of several such runs, not of each.
+    Each step draws every record with probability q = `batch_size` / `records`, clips its (mapped)
+    gradient to norm R = `clip`, adds noise to the sum and divides by the expected batch size. The
+    noise of all steps is ``C⁻¹ z`` with ``z ~ N(0, (σ · R · noise_sensitivity)² I)`` and
+    σ = `noise_multiplier`; the strategy matrix C is the identity for independent noise. How
+    `sampling`, C and the accounting belong together is described in
+    `dpkfc.accounting.events.Mechanism`.
 
-    >>> plan = Plan.make(records=60_000, batch_size=256, epochs=5, clip=1.0, epsilon=1.0, delta=1e-5)
+    **Guarantee.** The sequence of all noisy sums, and therefore every model computed from them, is
+    (`epsilon()`, `delta`)-differentially private under adding or removing one record. With
+    `best_of`, `epsilon()` is the price of the best of several such runs, not of each.
+
+    >>> plan = Plan.make(
+    ...     records=60_000, batch_size=256, epochs=5, clip=1.0, epsilon=1.0, delta=1e-5
+    ... )
     >>> round(plan.noise_multiplier, 3), plan.steps
     (0.904, 1172)
     """
@@ -72,15 +65,14 @@ class Plan:
     public_geometry: bool = True
     noise: str = IDENTITY.name
     sampling: Sampling = "poisson"
-    groups: int = 1  # that take turns; a record is in one of them
+    groups: int = 1  # groups that take turns; each record belongs to one
     noise_sensitivity: float = 1.0
-    clip_gamma: float | None = None  # of automatic clipping
-    growth: tuple[
-        float, ...
-    ] = ()  # of the sensitivity over the rounds, where it is not amplified by sampling
+    clip_gamma: float | None = None  # γ of automatic clipping
+    # Sensitivity after each round relative to the last; empty if sampling amplifies privacy.
+    growth: tuple[float, ...] = ()
     neighbouring: str = "add or remove one record"
-    best_of: BestOf | None = None  # of the repetitions of this run, if only the best is released
-    unchecked: tuple[Unchecked, ...] = ()  # what epsilon relies on and nobody has checked
+    best_of: BestOf | None = None  # set if the run is repeated and only the best is released
+    unchecked: tuple[Unchecked, ...] = ()  # assumptions of epsilon that nobody has checked
 
     @staticmethod
     def make(
@@ -100,20 +92,42 @@ class Plan:
         sampling: Sampling | None = None,
         best_of: BestOf | None = None,
     ) -> Plan:
-        """Check the wishes and calibrate the noise. Give `epsilon` or `noise_multiplier`; `epochs` or `steps`.
+        """Check the arguments and calibrate the noise.
 
-        With `best_of` the accountant is RDP, the only one that dp-accounting has for the best of several runs.
+        Give either `epsilon` or `noise_multiplier`, and either `epochs` or `steps`.
+
+        Args:
+            records: number of records N; treated as public.
+            batch_size: expected number of records per step.
+            clip: the clip norm R, or automatic clipping.
+            delta: well below 1 / `records`.
+            epsilon: target of the calibration.
+            noise_multiplier: σ, without calibration.
+            epochs: expected passes over the data.
+            steps: number of steps T.
+            accountant: "pld" (tight) or "rdp". With `best_of` it is always "rdp", the only
+                accountant that dp-accounting has for the best of several runs.
+            geometry: name of the geometry, for the statement.
+            public_geometry: False if the geometry was built from private records.
+            noise: factorization of the noise; independent by default.
+            sampling: by default the one with the best accounting for `noise`.
+            best_of: how often the run is repeated, if only the best run is released.
+
+        Raises:
+            ValueError: if an argument is out of range.
+            TypeError: if an argument has the wrong type.
+            PrivacyError: if there is no accountant for the combination of noise and sampling.
         """
         norm, gamma = read_clip(clip)
         batch_size, steps = batches(records, batch_size, epochs, steps)
         delta = _check_delta(delta, records)
         if (epsilon is None) == (noise_multiplier is None):
-            raise PrivacyError(
+            raise ValueError(
                 "give exactly one of epsilon (the noise is calibrated) and noise_multiplier"
             )
         if best_of is not None and accountant == "pld":
             accountant = "rdp"
-        sampling = sampling or _preferred(noise, records // batch_size)
+        sampling = sampling or _preferred_sampling(noise, records // batch_size)
         groups, sensitivity, growth = _turns(noise, sampling, records, batch_size, steps)
         plan = Plan(
             records=records,
@@ -134,61 +148,67 @@ class Plan:
             growth=growth,
             best_of=best_of,
         )
-        public = replace(
-            plan.mechanism, public_geometry=True
-        )  # which also refuses noise that is no number
+        # Creating the mechanism also refuses a noise multiplier that is not a number.
+        mechanism = replace(plan.mechanism, public_geometry=True)
         if epsilon is None:
             return plan
-        return replace(plan, noise_multiplier=_calibrated(public, epsilon, delta, accountant))
+        return replace(plan, noise_multiplier=_calibrated(mechanism, epsilon, delta, accountant))
 
     @property
     def sampling_rate(self) -> float:
-        """The part of all records that a step is expected to draw."""
+        """q: the share of all records that a step is expected to draw."""
         return self.batch_size / self.records
 
     @property
     def rate_in_turn(self) -> float:
-        """The probability with which a record joins a step that is its group's turn."""
+        """The probability that a record joins a step in which it is its group's turn."""
         return self.groups * self.batch_size / self.records
 
     @property
     def mechanism(self) -> Mechanism:
-        rate = 1.0 if self.growth else self.rate_in_turn
+        """The run as the accountant analyses it."""
         return Mechanism(
-            rate,
-            self.noise_multiplier,
-            self.steps,
-            self.public_geometry,
-            self.groups,
-            self.growth,
-            self.best_of,
+            sampling_rate=1.0 if self.growth else self.rate_in_turn,
+            noise_multiplier=self.noise_multiplier,
+            steps=self.steps,
+            public_geometry=self.public_geometry,
+            cycle=self.groups,
+            growth=self.growth,
+            best_of=self.best_of,
         )
 
     @property
     def event(self) -> dp.DpEvent:
-        """The whole run in dp-accounting's language, for an analysis of your own."""
+        """The whole run as a dp-accounting event, for your own analysis."""
         return self.mechanism.event()
 
     @property
     def noise_scale(self) -> float:
-        """Standard deviation of z on every coordinate; for independent noise, of the noise on the sum.
+        """Standard deviation of z on every coordinate; for independent noise, of the noise itself.
 
-        A computed norm may be wrong by rounding, so the noise is made for vectors of norm C (1 + MARGIN).
+        A computed norm may exceed R by rounding, so the noise is scaled for norm R (1 + MARGIN).
         """
         return self.noise_multiplier * self.clip * self.noise_sensitivity * (1 + MARGIN)
 
     @property
     def grid(self) -> float:
-        """`.grad` holds multiples of this number, a power of two (`noise.grid`); 0 for a run without noise."""
+        """`.grad` holds multiples of this power of two (`dpkfc.noise.grid`); 0 without noise."""
         noise = self.noise_scale / self.batch_size
-        return (
-            spacing(noise) if self.noise == IDENTITY.name else spacing(noise / DIAGONAL, self.steps)
-        )
+        if self.noise == IDENTITY.name:
+            return spacing(noise)
+        return spacing(noise / DIAGONAL, self.steps)
 
     def epsilon(self, steps: int | None = None, delta: float | None = None) -> float:
-        """The privacy loss after `steps` steps (all by default). Asking changes nothing."""
+        """The privacy loss after `steps` steps, all by default. Does not consume budget."""
         mechanism = self.mechanism if steps is None else self.mechanism.after(steps)
         return epsilon_spent([mechanism], self.delta if delta is None else delta, self.accountant)
+
+    def statement(self) -> list[tuple[str, str]]:
+        """The privacy statement, as names and values in words."""
+        return statement(self)
+
+    def table(self) -> TextTable:
+        return TextTable.statement("Privacy plan", self.statement())
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "growth": list(self.growth), "unchecked": list(self.unchecked)}
@@ -196,107 +216,12 @@ class Plan:
     @staticmethod
     def from_json(fields: dict[str, Any]) -> Plan:
         best_of = fields.get("best_of")
-        read = {
+        converted = {
             "growth": tuple(fields.get("growth", ())),
             "best_of": None if best_of is None else BestOf(**best_of),
             "unchecked": tuple(fields.get("unchecked", ())),
         }
-        return Plan(**{**fields, **read})
-
-    def __rich__(self) -> Table:
-        table = Table(title="Privacy plan", title_justify="left", show_header=False, pad_edge=False)
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column()
-        for name, value in self.statement():
-            table.add_row(name, value)
-        return table
-
-    def __str__(self) -> str:
-        return as_text(self)
-
-    def statement(self) -> list[tuple[str, str]]:
-        """What is protected, and how: names and values, in words."""
-        return [
-            (
-                "what is protected",
-                f"one record: whether it is in the data set or not ({self.neighbouring})",
-            ),
-            (
-                "epsilon",
-                f"{round_up(self.epsilon())} after all {self.steps} steps"
-                + ("" if self.best_of is None else ", the selection included")
-                + (
-                    f" (target {round_up(self.target_epsilon, 6)})"
-                    if self.target_epsilon is not None
-                    else ""
-                )
-                + (
-                    ""
-                    if self.public_geometry
-                    else ": the geometry was built from the private records"
-                ),
-            ),
-            ("delta", f"{self.delta:.3g} (1/N = {1 / self.records:.3g})"),
-            (
-                "accountant",
-                {
-                    "pld": "privacy loss distribution (upper bound)",
-                    "rdp": "Rényi differential privacy (upper bound, looser than PLD)",
-                }[self.accountant],
-            ),
-            ("records", f"{self.records} (this number is treated as public)"),
-            ("sampling", self._sampling_in_words()),
-            (
-                "steps",
-                f"{self.steps} ({self.steps * self.sampling_rate:.3g} expected passes over the data)",
-            ),
-            ("geometry", self.geometry),
-            ("clipping", self._clipping_in_words()),
-            ("noise", self._noise_in_words()),
-            *([] if self.best_of is None else [("selection", str(self.best_of))]),
-            (
-                "not covered",
-                "choices made by looking at the private data: "
-                + ("hyperparameters" if self.best_of is None else "other hyperparameters")
-                + ", when to stop, data cleaning"
-                + self._empty_in_words(),
-            ),
-            *((f"not checked: {what}", NOT_CHECKED[what]) for what in self.unchecked),
-        ]
-
-    def _empty_in_words(self) -> str:
-        """If it is likelier than a hundredth of delta that some batch is empty."""
-        empty = self.steps * (1 - self.rate_in_turn) ** (self.records / self.groups)
-        if empty <= self.delta / 100:
-            return ""
-        return (
-            f"; how many batches are empty ({empty:.3g} of {self.steps} batches are expected to be empty): what a loop "
-            "does once a batch besides optimizer.step(), such as averages and schedules, goes into private.after_step"
-        )
-
-    def _clipping_in_words(self) -> str:
-        how = (
-            ""
-            if self.clip_gamma is None
-            else f" by the factor {self.clip:g} / (norm + {self.clip_gamma:g})"
-        )
-        return f"each record's mapped gradient to L2 norm {self.clip:g}{how}, over all trainable parameters at once"
-
-    def _sampling_in_words(self) -> str:
-        expected = f"{self.batch_size} expected"
-        if self.groups == 1:
-            return f"Poisson: each record joins a step with probability {self.sampling_rate:.4g}, {expected}"
-        return (
-            f"{NAMES[self.sampling]}: {self.groups} random groups take turns, a record joins a step of its group with "
-            f"probability {self.rate_in_turn:.4g}, {expected}"
-            + ("; not counted in its favour" if self.growth else "")
-        )
-
-    def _noise_in_words(self) -> str:
-        scale = f"{self.noise_multiplier:.4g} x {self.clip:g}"
-        if self.noise == IDENTITY.name:
-            return f"{self.noise}, standard deviation {scale} on the sum"
-        return f"{self.noise}, standard deviation {scale} x {self.noise_sensitivity:.4g} (its sensitivity) before mixing"
+        return Plan(**{**fields, **converted})
 
 
 @cache
@@ -308,8 +233,8 @@ def _calibrated(
     )
 
 
-def _preferred(noise: Factorization, turns: int) -> Sampling:
-    """The sampling with the best accounting for this noise, if groups take `turns` turns at most."""
+def _preferred_sampling(noise: Factorization, turns: int) -> Sampling:
+    """The sampling with the best accounting for this noise, for at most `turns` groups."""
     if noise.bands == 1:
         return "poisson"
     return "cyclic-poisson" if noise.bands is not None and noise.bands <= turns else "min-separated"
@@ -318,58 +243,70 @@ def _preferred(noise: Factorization, turns: int) -> Sampling:
 def _turns(
     noise: Factorization, sampling: Sampling, records: int, batch_size: int, steps: int
 ) -> tuple[int, float, tuple[float, ...]]:
-    """The number of groups, the sensitivity that the noise is scaled by, and its growth over the rounds.
+    """The number of groups, the sensitivity of the noise, and its growth over the rounds.
 
-    Only combinations with a sound accountant get through.
+    Combinations without a sound accountant are refused.
     """
     turns = records // batch_size
-    if sampling not in NAMES:
-        raise PrivacyError(f"sampling={sampling!r}: choose one of {', '.join(map(repr, NAMES))}")
+    if sampling not in get_args(Sampling):
+        close = get_close_matches(str(sampling), get_args(Sampling), 1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        choices = ", ".join(map(repr, get_args(Sampling)))
+        raise ValueError(f"sampling={sampling!r}: choose one of {choices}.{hint}")
     if sampling == "poisson":
         if noise.bands != 1:
             raise PrivacyError(
-                f"sampling='poisson' with correlated noise ({noise.name}): the noise of one step reaches into "
-                "others in which the same record may be drawn again, and there is no accountant for that. Use "
-                "sampling='cyclic-poisson' for banded noise, or 'min-separated' for any"
+                f"sampling='poisson' with correlated noise ({noise.name}): the noise of one step "
+                "also enters other steps, in which the same record may be drawn again, and there "
+                "is no accountant for that. Use sampling='cyclic-poisson' for banded noise, or "
+                "'min-separated' for any noise"
             )
         return 1, noise.column_norm(steps), ()
     if sampling == "cyclic-poisson":
         if noise.bands is None:
             raise PrivacyError(
-                f"sampling='cyclic-poisson' with {noise.name}: its matrix is not banded, so the noise of one step "
-                "reaches all later ones, and there is no accountant for that. Use sampling='min-separated', or "
-                "banded noise such as BandedToeplitz"
+                f"sampling='cyclic-poisson' with {noise.name}: its matrix is not banded, so the "
+                "noise of one step enters all later ones, and there is no accountant for that. "
+                "Use sampling='min-separated', or banded noise such as BandedToeplitz"
             )
         if noise.bands > turns:
             raise PrivacyError(
-                f"{noise.name} with sampling='cyclic-poisson' need at least as many turns of {batch_size} records as "
-                f"there are bands, but {records} records give {turns}. Use at most {turns} bands, or smaller batches"
+                f"{noise.name} with sampling='cyclic-poisson' need at least as many turns of "
+                f"{batch_size} records as there are bands, but {records} records give {turns}. "
+                f"Use at most {turns} bands, or smaller batches"
             )
         return noise.bands, noise.column_norm(steps), ()
     rounds = -(-steps // turns)
-    each = [
+    sensitivities = [
         noise.sensitivity(min(r * turns, steps), Participation(turns, r)).value
         for r in range(1, rounds + 1)
     ]
-    return turns, each[-1], tuple(min(s / each[-1], 1.0) for s in each)
+    final = sensitivities[-1]
+    return turns, final, tuple(min(s / final, 1.0) for s in sensitivities)
 
 
 def read_clip(clip: float | AutomaticClipping) -> tuple[float, float | None]:
-    """The norm C that bounds what a record can do, and γ of automatic clipping."""
+    """The clip norm R, and γ of automatic clipping or None."""
     norm, gamma = (clip.norm, clip.gamma) if isinstance(clip, AutomaticClipping) else (clip, None)
-    if not (isinstance(norm, Real) and norm > 0 and math.isfinite(norm)):
-        raise PrivacyError(
-            f"clip={norm!r}: must be a positive, finite number, since it bounds what one record can do"
+    if not isinstance(norm, Real):
+        raise TypeError(
+            f"clip={norm!r}: must be a number or AutomaticClipping(), not {type(norm).__name__}"
+        )
+    if not (norm > 0 and math.isfinite(norm)):
+        raise ValueError(
+            f"clip={norm!r}: must be a positive, finite number, since it bounds the contribution "
+            "of one record"
         )
     if norm < SMALLEST_CLIP:
-        raise PrivacyError(
-            f"clip={norm:g}: at least {SMALLEST_CLIP:g}; of smaller ones rounding errors would be a part. What the "
-            "clip takes from the steps, a larger learning rate gives back"
+        raise ValueError(
+            f"clip={norm:g}: at least {SMALLEST_CLIP:g}, since rounding errors are not negligible "
+            "below. Use a larger clip and a smaller learning rate"
         )
     if gamma is not None and not SMALLEST_GAMMA <= gamma < math.inf:
-        raise PrivacyError(
-            f"gamma={gamma!r} of automatic clipping: must be finite and at least {SMALLEST_GAMMA:g}; smaller ones "
-            "would scale up the rounding errors of vanishing gradients"
+        raise ValueError(
+            f"gamma={gamma!r} of AutomaticClipping: must be finite and at least "
+            f"{SMALLEST_GAMMA:g}. A smaller gamma scales up the rounding errors of vanishing "
+            "gradients"
         )
     return float(norm), gamma
 
@@ -379,38 +316,44 @@ def batches(
 ) -> tuple[int, int]:
     """The expected batch size and the number of steps; give one of `epochs` and `steps`."""
     if records < 1:
-        raise PrivacyError(f"the data set has {records} records; there is nothing to train on")
-    if not isinstance(batch_size, Integral) or batch_size < 1:
-        raise PrivacyError(
-            f"batch_size={batch_size!r}: must be a positive whole number (the expected batch size)"
+        raise ValueError(f"the data set has {records} records; there is nothing to train on")
+    if not isinstance(batch_size, Integral):
+        raise TypeError(
+            f"batch_size={batch_size!r}: must be a whole number (the expected batch size)"
         )
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size!r}: must be at least 1")
     if batch_size > records:
-        raise PrivacyError(
-            f"batch_size={batch_size} exceeds the {records} records: the sampling rate would be above 1"
+        raise ValueError(
+            f"batch_size={batch_size} exceeds the {records} records: the sampling rate would be "
+            "above 1"
         )
     if (epochs is None) == (steps is None):
-        raise PrivacyError("give exactly one of epochs and steps")
+        raise ValueError("give exactly one of epochs and steps")
     if steps is None:
         assert epochs is not None
         if not (epochs > 0 and math.isfinite(epochs)):
-            raise PrivacyError(f"epochs={epochs}: must be positive")
+            raise ValueError(f"epochs={epochs}: must be positive")
         steps = math.ceil(epochs * records / batch_size)
-    if not isinstance(steps, Integral) or steps < 1:
-        raise PrivacyError(f"steps={steps!r}: must be a positive whole number")
+    if not isinstance(steps, Integral):
+        raise TypeError(f"steps={steps!r}: must be a whole number")
+    if steps < 1:
+        raise ValueError(f"steps={steps!r}: must be at least 1")
     return int(batch_size), int(steps)
 
 
 def _check_delta(delta: float | None, records: int) -> float:
     if delta is None:
-        raise PrivacyError(
-            f"delta is missing: a common choice for {records} records is {0.1 / records:.1g} (well below 1/N)"
+        raise ValueError(
+            f"delta is missing: a common choice for {records} records is {0.1 / records:.1g} (well "
+            "below 1/N)"
         )
     if not 0 < delta < 1:
-        raise PrivacyError(f"delta={delta}: must lie strictly between 0 and 1")
+        raise ValueError(f"delta={delta}: must lie strictly between 0 and 1")
     if delta > 1 / records:
         warnings.warn(
-            f"delta={delta:g} is above 1/N = {1 / records:.3g}: a mechanism that publishes a random record would "
-            "satisfy it. Choose a delta well below 1/N",
+            f"delta={delta:g} is above 1/N = {1 / records:.3g}: a mechanism that publishes a "
+            "random record would satisfy it. Choose a delta well below 1/N",
             stacklevel=4,
         )
     return float(delta)

@@ -1,4 +1,4 @@
-"""Hyperparameter tuning: free on public data, with its price in epsilon on private data."""
+"""Hyperparameter tuning: free on public data, at a price in epsilon on private data."""
 
 from dpkfc.accounting.selection import BestOf
 from dpkfc.tuning.search import Tuned, tune, tune_privately

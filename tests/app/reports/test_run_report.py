@@ -21,6 +21,7 @@ from torch import nn
 import dpkfc
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.accounting.rounding import round_up
+from dpkfc.accounting.unchecked import NOT_CHECKED
 from dpkfc.app.reports.run_report import (
     draw_pictures,
     in_plain_words,
@@ -30,7 +31,7 @@ from dpkfc.app.reports.run_report import (
     write_report,
 )
 from dpkfc.errors import PrivacyError
-from dpkfc.planning.plan import NOT_CHECKED, Plan
+from dpkfc.planning.plan import Plan
 
 EPSILON = cache(Plan.epsilon)
 PNG = bytes.fromhex(  # one grey pixel

@@ -27,7 +27,7 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:  # of `dpkfc ... | head`: typer's own matter
             raise
-        except (PrivacyError, OSError) as error:
+        except (PrivacyError, ValueError, TypeError, ImportError, OSError) as error:
             said = (
                 f"{error.filename}: {error.strerror}"
                 if isinstance(error, OSError) and error.filename
@@ -137,7 +137,7 @@ def plan(
 
     from dpkfc.app.reports.noise_table import noise_table
     from dpkfc.noise.workload import Workload
-    from dpkfc.planning.choose_noise import best, evaluate, recipes
+    from dpkfc.planning.choose_noise import best, evaluate, noise_candidates
     from dpkfc.planning.plan import batches
 
     console = Console()
@@ -152,7 +152,10 @@ def plan(
         "delta": delta,
     }
     tried = track(
-        recipes(max_buffers, records // size), "calibrating", console=console, transient=True
+        noise_candidates(max_buffers, records // size),
+        "calibrating",
+        console=console,
+        transient=True,
     )
     found = [evaluate(noise, workload, **run) for noise in tried]
     chosen = best(found)

@@ -18,7 +18,7 @@ from dpkfc.accounting.calibrate import epsilon_spent
 from dpkfc.accounting.events import Mechanism
 from dpkfc.accounting.ledger import LedgerRun
 from dpkfc.accounting.rounding import round_up
-from dpkfc.planning.plan import NOT_CHECKED
+from dpkfc.accounting.unchecked import NOT_CHECKED
 
 DELTA = 1e-5  # where neither a run nor the user says one
 

@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from dpkfc.planning.choose_noise import Candidate
-from dpkfc.planning.plan import NAMES
+from dpkfc.planning.statement import SAMPLING_NAMES
 
 
 def noise_table(found: Sequence[Candidate], chosen: Candidate, workload: str) -> Table:
@@ -25,7 +25,7 @@ def noise_table(found: Sequence[Candidate], chosen: Candidate, workload: str) ->
         table.add_row(
             ">" if candidate is chosen else "",
             plan.noise,
-            NAMES[plan.sampling],
+            SAMPLING_NAMES[plan.sampling],
             f"{plan.noise_multiplier:.4g}",
             f"{plan.noise_sensitivity:.4g}",
             str(candidate.factorization.buffers),

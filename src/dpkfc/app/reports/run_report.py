@@ -14,6 +14,7 @@ from rich.table import Table
 from torch import nn
 
 from dpkfc.accounting.rounding import round_up
+from dpkfc.accounting.unchecked import NOT_CHECKED, Unchecked
 from dpkfc.app.reports.experiment_report import is_experiment, title_of, write_experiment_report
 from dpkfc.app.reports.page import Facts, Grid, Picture, Section, Text, flat, picture, write_page
 from dpkfc.app.reports.recompute import Spent, recompute
@@ -23,7 +24,7 @@ from dpkfc.diagnostics.result import is_public
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.base import Geometry
 from dpkfc.geometry.kfc import KFC
-from dpkfc.planning.plan import NOT_CHECKED, Plan, Unchecked
+from dpkfc.planning.plan import Plan
 from dpkfc.probes.probe import Probe
 
 FILES = ("result.json", "config.json", "plan.json")

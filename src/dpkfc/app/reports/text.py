@@ -1,18 +1,8 @@
-"""Tables as plain text, and as Markdown."""
+"""Tables as Markdown."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
-
-from rich.console import Console, RenderableType
-
-
-def as_text(shown: RenderableType, width: int = 100) -> str:
-    """What a terminal of that width would show."""
-    file = io.StringIO()
-    Console(file=file, width=width, color_system=None).print(shown)
-    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:

@@ -170,7 +170,7 @@ def _train(
         console.print(run.private.plan)
         keep_metrics(out, run.private.steps)
         return _loop(run, out, console, on_step)
-    except PrivacyError:
+    except (PrivacyError, ValueError):
         if not resumed and not run.private.charged:  # refused by the ledger, say: nothing was spent
             checkpoint.discard(out / "checkpoint")
             for name in ("config.json", "plan.json", "metrics.jsonl"):
@@ -547,7 +547,10 @@ def release(
     try:
         with console.status("drawing the pictures of the report"):
             draw_pictures(out, model, done.recipe.arguments["geometry"], built.probe, plan)
-    except PrivacyError as problem:  # of a model that has diverged, say: the run is paid for, and this is only a picture
+    except (
+        PrivacyError,
+        ValueError,
+    ) as problem:  # of a model that has diverged, say: the run is paid for, and this is only a picture
         console.print(
             f"the report has no pictures of probes: {problem}", markup=False, soft_wrap=True
         )

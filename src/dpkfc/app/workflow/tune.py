@@ -28,6 +28,7 @@ from dpkfc.app.readers.records import Records, mark, on_device, split
 from dpkfc.app.readers.sources import Loaded
 from dpkfc.app.reports.experiment_report import write_experiment_report
 from dpkfc.app.reports.text import markdown_table
+from dpkfc.app.reports.tuning_progress import elapsed_time, tuning_bar
 from dpkfc.app.workflow.fit import (
     Settings,
     Trained,
@@ -50,8 +51,8 @@ from dpkfc.errors import PrivacyError
 from dpkfc.noise.workload import Workload
 from dpkfc.planning.choose_noise import evaluate
 from dpkfc.planning.plan import Plan, batches
-from dpkfc.planning.recipe import EPOCHS, Recipe, size, usual_delta
-from dpkfc.tuning.search import search as tuning
+from dpkfc.planning.recipe import EPOCHS, Recipe, count_units_and_parameters, usual_delta
+from dpkfc.tuning import search as tuning
 
 if TYPE_CHECKING:
     from optuna import Trial
@@ -228,7 +229,15 @@ def publicly(work: Work, tries: int, config: dict[str, Any], out: Path, console:
     seed = (
         None if work.settings.seed is None else work.settings.seed % 2**31
     )  # NumPy takes no larger ones
-    found = tuning.tune(objective, tries=tries, storage=out / "tuning.db", name=name, seed=seed)
+    with tuning_bar() as on_progress:
+        found = tuning.tune(
+            objective,
+            tries=tries,
+            storage=out / "tuning.db",
+            name=name,
+            seed=seed,
+            on_progress=on_progress,
+        )
     headings, rows = _table(found)
     table = Table(
         *headings, title=f"{len(rows)} tries, the best first", title_justify="left", pad_edge=False
@@ -307,7 +316,7 @@ def privately(
         return private, float(work.right(private))
 
     try:
-        with ledger_of(work.settings, len(work.train)) as ledger:
+        with ledger_of(work.settings, len(work.train)) as ledger, elapsed_time():
             selected = tuning.tune_privately(
                 objective,
                 plan=plan,
@@ -315,7 +324,7 @@ def privately(
                 ledger=ledger,
                 seed=work.settings.seed,
             )
-    except PrivacyError:
+    except (PrivacyError, ValueError):
         if not begun:  # refused by the ledger, say: nothing was spent
             shutil.rmtree(secret, ignore_errors=True)
             for name in ("config.json", "plan.json"):
@@ -365,7 +374,7 @@ def priced(work: Work, best_of: BestOf) -> tuple[Recipe, Plan]:
     alone = replace(Plan.make(**run), best_of=None, accountant="pld").epsilon()
     found = base_recipe(work.built, records, replace(settings, epsilon=alone))
     candidate = evaluate(found.arguments["noise"], Workload.sgd(momentum=found.momentum), **run)
-    units, parameters = size(work.built.model)
+    units, parameters = count_units_and_parameters(work.built.model)
     lr = found.noise_length * math.sqrt(units / parameters) / candidate.rmse
     price = (
         "epsilon, delta",

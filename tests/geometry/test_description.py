@@ -1,4 +1,4 @@
-"""What a geometry says of itself agrees with matrices written out by hand."""
+"""The description of a geometry agrees with dense matrices, computed independently."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import dpkfc
-from dpkfc.app.reports.geometry_table import Description, FactorRow
 from dpkfc.geometry import factors
+from dpkfc.geometry.description import Description, FactorRow
 from dpkfc.per_sample.capture import GradientCapture
 
 PROBES = 12
@@ -242,10 +242,10 @@ def test_in_the_loop_it_tells_the_step_of_the_last_refresh() -> None:
         "batch_size": PROBES,
         "clip": 1.0,
     }
-    private = dpkfc.make_private(
+    run = dpkfc.make_private(
         model, optimizer, data, geometry=geometry, loss=dpkfc.losses.cross_entropy, **settings
     )
-    for x, y in private.loader:
+    for x, y in run.loader:
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
