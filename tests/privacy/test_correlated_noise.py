@@ -228,12 +228,15 @@ class TestOnlySoundCombinations:
             (dpkfc.noise.LambdaCGD(), "cyclic-poisson", "not banded"),
             (dpkfc.noise.BufferedToeplitz(1), "cyclic-poisson", "min-separated"),
             (dpkfc.noise.BandedSquareRoot(6), "cyclic-poisson", "at most 5 bands"),
-            (dpkfc.noise.BandedSquareRoot(3), "shuffled", "choose one of"),
         ],
     )
     def test_refused(self, noise: Noise, sampling: Any, message: str) -> None:
         with pytest.raises(dpkfc.PrivacyError, match=message):
             a_run(records(), noise, sampling=sampling)
+
+    def test_an_unknown_sampling_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="choose one of"):
+            a_run(records(), dpkfc.noise.BandedSquareRoot(3), sampling="shuffled")
 
     @pytest.mark.parametrize("sampling", ["poisson", "cyclic-poisson", "min-separated"])
     def test_independent_noise_goes_with_any(self, sampling: Any) -> None:
