@@ -16,7 +16,7 @@ from scipy import stats
 from scipy.special import gammaln, logsumexp
 
 from dpkfc import PrivacyError
-from dpkfc.accounting.calibrate import ORDERS, calibrate_noise, epsilon_spent
+from dpkfc.accounting.calibrate import calibrate_noise, epsilon_spent, selection_orders
 from dpkfc.accounting.events import Mechanism
 from dpkfc.accounting.ledger import Ledger, read
 from dpkfc.accounting.selection import BestOf
@@ -74,7 +74,7 @@ def epsilon_of(orders: np.ndarray, renyi: np.ndarray, delta: float) -> float:
 def test_the_geometric_price_is_that_of_the_paper(
     mean: float, sigma: float, score_noise: float | None
 ) -> None:
-    orders = np.array(ORDERS, dtype=float)
+    orders = np.array(selection_orders(), dtype=float)
     run = gaussian(orders, sigma) + (0 if score_noise is None else gaussian(orders, score_noise))
     price = epsilon_of(orders, best_of_geometric(orders, run, mean), DELTA)
     chosen = Mechanism(1.0, sigma, 1, best_of=BestOf(mean, "geometric", score_noise))
@@ -83,7 +83,7 @@ def test_the_geometric_price_is_that_of_the_paper(
 
 def test_the_price_of_a_subsampled_run_in_composition_is_that_of_the_paper() -> None:
     """At whole orders only, so that the oracle stays simple: never below what more orders give, and close to it."""
-    orders = np.array([order for order in ORDERS if order == int(order)], dtype=float)
+    orders = np.array([order for order in selection_orders() if order == int(order)], dtype=float)
     run = 300 * subsampled(orders, 0.02, 1.2)
     renyi = best_of_geometric(orders, run, 5) + 40 * subsampled(orders, 0.1, 2.0)
     chosen, other = Mechanism(0.02, 1.2, 300, best_of=BestOf(5)), Mechanism(0.1, 2.0, 40)
@@ -100,7 +100,7 @@ def test_the_poisson_price_is_at_least_that_of_the_paper_with_the_exact_delta(
     mean: float, sigma: float
 ) -> None:
     """Theorem 6 with δ̂ of the Gaussian from its closed form, which dp-accounting bounds by way of RDP."""
-    orders = np.array(ORDERS, dtype=float)
+    orders = np.array(selection_orders(), dtype=float)
     hat = np.log1p(1 / (orders - 1))
     gap = stats.norm.cdf(0.5 / sigma - hat * sigma) - np.exp(hat) * stats.norm.cdf(
         -0.5 / sigma - hat * sigma
@@ -175,7 +175,7 @@ def test_orders_that_do_not_converge_are_left_out_without_a_word(
 
     found = spent()
     assert caplog.records == []
-    direct = dp.rdp.RdpAccountant(ORDERS)
+    direct = dp.rdp.RdpAccountant(selection_orders())
     direct.compose(Mechanism(0.5, 1.0, 10, best_of=best_of).event())
     assert "Excluding this order" in caplog.text, "dp-accounting would have told"
     assert found == pytest.approx(direct.get_epsilon(DELTA), rel=1e-12) and math.isfinite(found)
@@ -334,6 +334,6 @@ def test_a_ledger_keeps_a_selection_in_numbers_of_its_own(tmp_path: Path) -> Non
         spent = ledger.epsilon(DELTA)
     assert type(chosen.best_of.mean) is type(chosen.best_of.score_noise) is float  # type: ignore[union-attr]
     assert [run.spent for run in read(tmp_path / "ledger.db")] == [chosen, other]
-    direct = dp.rdp.RdpAccountant(ORDERS)
+    direct = dp.rdp.RdpAccountant(selection_orders())
     direct.compose(chosen.event()).compose(other.event())
     assert spent == pytest.approx(direct.get_epsilon(DELTA), rel=1e-12)

@@ -17,18 +17,12 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Literal
 
-import dp_accounting as dp
-from dp_accounting import pld, rdp
-from scipy.optimize import brentq
-
 from dpkfc.accounting.events import Mechanism
 from dpkfc.errors import PrivacyError
 
 Accountant = Literal["pld", "rdp"]
-ORDERS = [  # of RDP, when the best run is selected: the default has gaps above 63, where small epsilons have their best
-    *rdp.rdp_privacy_accountant.DEFAULT_RDP_ORDERS,
-    *(72, 80, 88, 96, 112, 144, 160, 192, 224, 320, 384, 448, 640, 768),
-]
+# dp-accounting's default RDP orders have gaps above 63, where a selection with a small epsilon has its best order.
+MORE_ORDERS = (72, 80, 88, 96, 112, 144, 160, 192, 224, 320, 384, 448, 640, 768)
 FINE = (
     1e-4  # discretisation of the privacy loss, relative to epsilon; any value gives an upper bound
 )
@@ -49,6 +43,8 @@ def epsilon_spent(
             f"delta={delta}: must lie strictly between 0 and 1; below 1/N is customary"
         )
     ran = tuple(mechanism for mechanism in mechanisms if mechanism.steps)
+    if not ran:
+        return 0.0
     if any(mechanism.noise_multiplier == 0 or not mechanism.public_geometry for mechanism in ran):
         return math.inf
     accountant = _able(ran, accountant)
@@ -75,17 +71,27 @@ def _resolution(epsilon: float) -> float:
 def _bound(
     mechanisms: tuple[Mechanism, ...], delta: float, accountant: Accountant, resolution: float
 ) -> float:
+    import dp_accounting as dp
+    from dp_accounting import pld, rdp
+
     relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
     selects = any(mechanism.best_of is not None for mechanism in mechanisms)
     analysis: dp.PrivacyAccountant = (
         pld.PLDAccountant(relation, value_discretization_interval=resolution)
         if accountant == "pld"
-        else rdp.RdpAccountant(ORDERS if selects else None, relation)
+        else rdp.RdpAccountant(selection_orders() if selects else None, relation)
     )
     with _quietly():
         for mechanism in mechanisms:
             analysis.compose(mechanism.event())
         return float(analysis.get_epsilon(delta))
+
+
+def selection_orders() -> list[float]:
+    """The RDP orders at which the best of several runs is analysed."""
+    from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS
+
+    return [*DEFAULT_RDP_ORDERS, *MORE_ORDERS]
 
 
 @contextmanager
@@ -115,6 +121,8 @@ def calibrate_noise(
     a search on a ten times finer grid the value. Every grid is pessimistic, and the last word is an
     evaluation at the returned value: it is at most the target.
     """
+    from scipy.optimize import brentq
+
     if not (epsilon > 0 and math.isfinite(epsilon)):
         raise PrivacyError(
             f"epsilon={epsilon}: must be positive and finite; for a non-private run pass noise_multiplier=0"

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import Any
-
-import dp_accounting as dp
+from typing import TYPE_CHECKING, Any
 
 from dpkfc.accounting.selection import BestOf
 from dpkfc.errors import PrivacyError
+
+if TYPE_CHECKING:
+    import dp_accounting as dp
 
 PLAIN, CORRELATED, SELECTED = "poisson-gaussian", "correlated-gaussian", "best-of"  # names in files
 
@@ -88,6 +89,8 @@ class Mechanism:
 
     def event(self) -> dp.DpEvent:
         """The event in dp-accounting's language; a mechanism without noise is non-private."""
+        import dp_accounting as dp
+
         if self.steps == 0:
             return dp.NoOpDpEvent()
         if self.noise_multiplier == 0 or not self.public_geometry:
@@ -95,6 +98,8 @@ class Mechanism:
         return self._one_run() if self.best_of is None else self.best_of.event(self._one_run())
 
     def _one_run(self) -> dp.DpEvent:
+        import dp_accounting as dp
+
         if self.growth:
             return dp.GaussianDpEvent(self.noise_multiplier / max(self.growth[: self.rounds]))
         if self.sampling_rate == 1:  # r Gaussians are one

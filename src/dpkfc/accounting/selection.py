@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal
-
-import dp_accounting as dp
-import numpy as np
-from dp_accounting.dp_event import RepeatAndSelectDpEvent
+from typing import TYPE_CHECKING, Literal
 
 from dpkfc.errors import PrivacyError
+
+if TYPE_CHECKING:
+    import dp_accounting as dp
+    import numpy as np
 
 Runs = Literal["geometric", "poisson"]
 SHAPES: dict[Runs, float] = {
@@ -78,6 +78,9 @@ class BestOf:
 
     def event(self, run: dp.DpEvent) -> dp.DpEvent:
         """The selection among repetitions of `run`, in dp-accounting's language."""
+        import dp_accounting as dp
+        from dp_accounting.dp_event import RepeatAndSelectDpEvent
+
         if self.score_noise is not None:
             run = dp.ComposedDpEvent([run, dp.GaussianDpEvent(self.score_noise)])
         return RepeatAndSelectDpEvent(run, self.mean, SHAPES[self.runs])

@@ -12,9 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.linalg import solve_triangular
-from scipy.linalg.lapack import dtrtri
-from scipy.optimize import minimize
 
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.factorization import BandedMatrix, Factorization
@@ -56,6 +53,8 @@ def optimal_diagonals(workload: Workload, n: int, bands: int, tolerance: float =
     columns of norm √d_t, where ``d_t = -½ ⟨C, ∂F/∂C⟩_t``: at the solution, ``∂F/∂C = -2 C S⁻¹AᵀAS⁻¹``, and the entries
     of S⁻¹AᵀAS⁻¹ in the band are d_t on the diagonal and 0 beside it.
     """
+    from scipy.optimize import minimize
+
     if bands < n and workload.numerator is not None:
         start, bound = np.repeat(optimal_coefficients(workload, n, bands)[:, None], n, axis=1), 0.0
     else:
@@ -103,6 +102,8 @@ def squared_error(workload: Workload, n: int, bands: int) -> Callable[[Array], t
 
     in O(n p²). Where A⁻¹ has no narrow band, the same holds for one block of all steps, K = C and W = AᵀA.
     """
+    from scipy.linalg.lapack import dtrtri
+
     inverse = _inverse(workload, n)
     width = max(bands + len(inverse) - 2, NARROW)
     if 2 * width <= n:
@@ -156,6 +157,8 @@ def _matrix(workload: Workload, n: int) -> Array:
 
 def _inverse(workload: Workload, n: int) -> Array:
     """A⁻¹ by its diagonals, as far as they are not zero."""
+    from scipy.linalg import solve_triangular
+
     if workload.matrix is None:
         numerator, denominator = workload.generating_function()
         diagonals = quotient(denominator, numerator, n)[:, None]
@@ -175,6 +178,8 @@ def _unbanded(a: Array, tolerance: float) -> tuple[Array, float]:
     short of it there is a bound, and S may be far off if A is nearly singular. The variables are log d in units that
     make the Hessian about 1.
     """
+    from scipy.optimize import minimize
+
     m = a.T @ a
     m[np.diag_indices_from(m)] += 1e-12 * np.trace(m) / len(m)
 

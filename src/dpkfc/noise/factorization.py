@@ -21,8 +21,6 @@ from functools import cached_property
 from typing import Protocol
 
 import numpy as np
-from scipy.linalg import solve_triangular
-from scipy.signal import lfilter
 
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.sensitivity import (
@@ -297,6 +295,8 @@ class BandedMatrix:
         return exact if exact is not None else of_gram(matrix, participation)
 
     def error(self, workload: Workload, n: int) -> float:
+        from scipy.linalg import solve_triangular
+
         c, a = self.materialize(n), workload.materialize(n)
         return _rms(solve_triangular(c, a.T, lower=True, trans="T"))
 
@@ -333,6 +333,8 @@ def _toeplitz_rms(b: Array) -> float:
 
 def _from_the_right(numerator: object, denominator: object, rows: Array) -> Array:
     """``rows · T`` for the Toeplitz matrix T of numerator / denominator: Tᵀ is T read backwards."""
+    from scipy.signal import lfilter
+
     return np.asarray(lfilter(numerator, denominator, rows[:, ::-1], axis=1))
 
 

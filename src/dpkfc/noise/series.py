@@ -11,8 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.polynomial import polynomial
 from numpy.typing import NDArray
-from scipy.linalg import toeplitz
-from scipy.signal import lfilter
 
 Array = NDArray[np.float64]
 PIECE = 8192
@@ -22,6 +20,8 @@ def quotient(
     numerator: Sequence[float] | Array, denominator: Sequence[float] | Array, n: int
 ) -> Array:
     """The first `n` coefficients of ``numerator(z) / denominator(z)``."""
+    from scipy.signal import lfilter
+
     impulse = np.zeros(n)
     impulse[0] = 1
     return np.asarray(lfilter(numerator, denominator, impulse))
@@ -35,6 +35,8 @@ def filtered(
     In pieces, so that it can stop where a decaying answer has come to nothing: arithmetic on the denormal numbers
     that it would go on with is a hundred times slower.
     """
+    from scipy.signal import lfilter
+
     out, nothing = np.zeros_like(x), 1e-200
     last = int(np.flatnonzero(np.abs(x) > nothing).max(initial=-1))
     state = np.zeros(max(len(numerator), len(denominator)) - 1)
@@ -89,6 +91,8 @@ def _derivative(p: Array) -> Array:
 
 def lower_toeplitz(coefficients: Array, n: int) -> Array:
     """The n x n lower-triangular Toeplitz matrix of a series (zero beyond its end)."""
+    from scipy.linalg import toeplitz
+
     column = np.zeros(n)
     column[: min(n, len(coefficients))] = coefficients[:n]
     return np.asarray(toeplitz(column, np.zeros(n)))

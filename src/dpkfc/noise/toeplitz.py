@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import minimize, minimize_scalar
 
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.factorization import Buffered, Factorization, InverseToeplitz, Toeplitz
@@ -77,6 +76,8 @@ class LambdaCGD:
     workload: Workload | None = None
 
     def factorize(self, workload: Workload, n: int, separation: int) -> Factorization:
+        from scipy.optimize import minimize_scalar
+
         participation = Participation.every(min(separation, n), n)
 
         def form(decay: float) -> InverseToeplitz:
@@ -103,6 +104,8 @@ class BufferedToeplitz:
     workload: Workload | None = None
 
     def factorize(self, workload: Workload, n: int, separation: int) -> Factorization:
+        from scipy.optimize import minimize
+
         if self.buffers < 1:
             raise PrivacyError(f"buffers={self.buffers}: must be at least 1")
         participation = Participation.every(min(separation, n), n)
@@ -160,6 +163,8 @@ def optimal_coefficients(workload: Workload, n: int, bands: int) -> Array:
     With b = a/c and h = b/c (as series), ``‖A C⁻¹‖_F² = Σ_j (n-j) b_j²`` and
     ``∂/∂c_i = -2 Σ_j (n-j) b_j h_{j-i}``: two filters and p inner products, O(np).
     """
+    from scipy.optimize import minimize
+
     a, remaining = workload.coefficients(n), np.arange(n, 0, -1)
 
     def objective(tail: Array) -> tuple[float, Array]:

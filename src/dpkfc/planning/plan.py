@@ -10,9 +10,8 @@ import warnings
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import dp_accounting as dp
 from rich.table import Table
 
 from dpkfc.accounting.calibrate import Accountant, calibrate_noise, epsilon_spent
@@ -25,6 +24,9 @@ from dpkfc.errors import PrivacyError
 from dpkfc.noise.factorization import IDENTITY, Factorization
 from dpkfc.noise.grid import DIAGONAL, spacing
 from dpkfc.noise.sensitivity import Participation
+
+if TYPE_CHECKING:
+    import dp_accounting as dp
 
 Sampling = Literal["poisson", "cyclic-poisson", "min-separated"]
 Unchecked = Literal["loss", "model", "seed", "ledger", "records", "public data"]
