@@ -138,7 +138,7 @@ class PrivateRun:
             optimizer.register_step_post_hook(self._after_step),
         ]
         if isinstance(optimizer, DiSK):
-            optimizer.joined = self.joined
+            optimizer.bind_run(self.joined)
         _LIVE.add(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
