@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.auto import Auto
-from dpkfc.noise.factorization import IDENTITY, REGENERATED, Factorization
+from dpkfc.noise.factorization import IDENTITY, MAX_REGENERATED_BANDS, Factorization
 from dpkfc.noise.independent import Independent
 from dpkfc.noise.toeplitz import (
     BandedSquareRoot,
@@ -61,7 +61,11 @@ def recipes(max_buffers: int, turns: int) -> list[Noise]:
     for bands in sorted(widths):
         found += [BandedSquareRoot(bands), BandedToeplitz(bands)]
     found += [BufferedToeplitz(buffers) for buffers in (1, 2, 3) if buffers <= max_buffers]
-    return [*found, LambdaCGD(), InverseSquareRoot(min(max(max_buffers + 1, REGENERATED), turns))]
+    return [
+        *found,
+        LambdaCGD(),
+        InverseSquareRoot(min(max(max_buffers + 1, MAX_REGENERATED_BANDS), turns)),
+    ]
 
 
 def evaluate(noise: Noise, workload: Workload, **run: Any) -> Candidate:
