@@ -1,4 +1,4 @@
-"""What an import loads: scipy and dp-accounting take as long as torch, and most calls need neither."""
+"""Imports stay cheap: scipy and dp-accounting take as long to load as torch."""
 
 from __future__ import annotations
 

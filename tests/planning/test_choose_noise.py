@@ -110,30 +110,22 @@ def test_a_workload_of_ones_own_decides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("noise", "settings", "error", "message"),
+    ("noise", "settings", "message"),
     [
-        ("automatic", {}, dpkfc.PrivacyError, "pass 'auto'"),
-        (3, {}, dpkfc.PrivacyError, "pass 'auto'"),
-        (
-            "auto",
-            {"options": dpkfc.Options(sampling="poisson")},
-            dpkfc.PrivacyError,
-            "chooses the sampling too",
-        ),
-        ("auto", {"epsilon": None, "noise_multiplier": 1.0}, dpkfc.PrivacyError, "give epsilon"),
-        (dpkfc.noise.Auto(max_buffers=-1), {}, dpkfc.PrivacyError, "max_buffers=-1"),
-        (dpkfc.noise.BandedToeplitz(0), {}, ValueError, "bands=0"),
-        (dpkfc.noise.LambdaCGD(decay=1.0), {}, ValueError, "decay=1.0"),
+        ("automatic", {}, "pass 'auto'"),
+        (3, {}, "pass 'auto'"),
+        ("auto", {"options": dpkfc.Options(sampling="poisson")}, "chooses the sampling too"),
+        ("auto", {"epsilon": None, "noise_multiplier": 1.0}, "give epsilon"),
+        (dpkfc.noise.Auto(max_buffers=-1), {}, "max_buffers=-1"),
+        (dpkfc.noise.BandedToeplitz(0), {}, "bands=0"),
+        (dpkfc.noise.LambdaCGD(decay=1.0), {}, "decay=1.0"),
         (
             dpkfc.noise.BandedSquareRoot(4, workload=dpkfc.noise.Workload.toeplitz([1.0, 0.5])),
             {},
-            ValueError,
             "given for 2 steps",
         ),
     ],
 )
-def test_wrong_wishes_are_refused(
-    noise: Any, settings: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
+def test_wrong_wishes_are_refused(noise: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(dpkfc.PrivacyError, match=message):
         run_with(noise, **settings)
