@@ -27,7 +27,7 @@ from dpkfc.diagnostics.passes import AnyLoss, Examples, copy_of
 from dpkfc.diagnostics.result import Result, is_probe, privacy_of, table_of
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.probing import Probing
-from dpkfc.probes.arguments import real, whole
+from dpkfc.probes.arguments import check_integer, check_number
 from dpkfc.probes.probe import call, to
 from dpkfc.probes.targets import probe_losses
 
@@ -68,10 +68,10 @@ class Quadrature:
         self, points: int = 512, width: float | None = None
     ) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Places, and the density there: every node as a Gaussian of standard deviation `width` (1% of the range)."""
-        whole("points", points, 2)
+        check_integer("points", points, 2)
         low, high = self.extremes
         spread = 0.01 * (high - low) or 0.01 * max(abs(high), 1e-12)
-        width = spread if width is None else real("width", width, above=0)
+        width = spread if width is None else check_number("width", width, above=0)
         places = torch.linspace(low - 4 * width, high + 4 * width, points, dtype=torch.float64)
         nodes, weights = (torch.tensor(x, dtype=torch.float64) for x in (self.nodes, self.weights))
         bells = torch.exp(-(((places[:, None] - nodes) / width) ** 2) / 2) / (
@@ -84,7 +84,7 @@ class Quadrature:
 
         Rank 1 is the largest node, however little weight it has: there is an eigenvalue at least as large.
         """
-        whole("points", points, 2)
+        check_integer("points", points, 2)
         nodes, weights = (torch.tensor(x, dtype=torch.float64) for x in (self.nodes, self.weights))
         order = nodes.abs().argsort(descending=True)
         counted = self.size * weights[order].cumsum(0)
@@ -153,8 +153,8 @@ def hessian_density(
     """
     if matrix not in ("hessian", "ggn"):
         raise PrivacyError(f"matrix={matrix!r}: must be 'hessian' or 'ggn'")
-    whole("steps", steps, 1)
-    whole("vectors", vectors, 1)
+    check_integer("steps", steps, 1)
+    check_integer("vectors", vectors, 1)
     several = (
         isinstance(source, Mapping) and len(source) > 0 and all(map(is_probe, source.values()))
     )

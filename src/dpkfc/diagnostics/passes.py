@@ -28,7 +28,7 @@ from dpkfc.errors import PrivacyError
 from dpkfc.geometry.probing import Probing
 from dpkfc.per_sample.capture import GradientCapture, LayerCall
 from dpkfc.per_sample.registry import HookedModule, partition
-from dpkfc.probes.arguments import whole
+from dpkfc.probes.arguments import check_integer
 from dpkfc.probes.targets import Loss
 
 AnyLoss = Loss | Callable[[nn.Module, Any], Tensor]
@@ -90,7 +90,7 @@ class Examples:
                 "scalar as in make_private; or pass the records as dpkfc.probes.Oracle(records, labels=True)"
             )
         if self.count is not None:
-            whole("probes", self.count, 1)
+            check_integer("probes", self.count, 1)
 
     def passes(
         self, model: nn.Module, capture: GradientCapture

@@ -20,7 +20,7 @@ from dpkfc.diagnostics.passes import AnyLoss, Examples, Reduction, watched
 from dpkfc.diagnostics.result import Result, privacy_of, table_of
 from dpkfc.diagnostics.step import Clip, beside_dp_sgd, step_of
 from dpkfc.geometry.identity import Geometry
-from dpkfc.probes.arguments import real, whole
+from dpkfc.probes.arguments import check_integer, check_number
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ def layer_snr(
     (['DP-SGD', 'DP-KFC'], 'public: probes and weights only')
     """
     sigma, size = (
-        real("noise_multiplier", noise_multiplier, above=0),
-        whole("batch_size", batch_size, 1),
+        check_number("noise_multiplier", noise_multiplier, above=0),
+        check_integer("batch_size", batch_size, 1),
     )
     examples = Examples(source, loss, loss_reduction, probes, seed)
     compared = beside_dp_sgd(geometry)

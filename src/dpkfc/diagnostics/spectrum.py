@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dpkfc.diagnostics.factors import by_name, factors_of
 from dpkfc.diagnostics.result import Result, privacy_of, table_of
 from dpkfc.geometry.factors import Spectrum
-from dpkfc.probes.arguments import whole
+from dpkfc.probes.arguments import check_integer
 from dpkfc.probes.probe import Probe
 from dpkfc.probes.targets import Loss
 
@@ -96,7 +96,7 @@ def kronecker_spectrum(
     >>> found.sources["Gaussian features"][0].total
     10
     """
-    named, points = by_name(sources), whole("points", points, 2)
+    named, points = by_name(sources), check_integer("points", points, 2)
     spectra: dict[str, tuple[LayerSpectrum, ...]] = {}
     for name, source in named.items():
         factors = factors_of(
