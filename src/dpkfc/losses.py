@@ -1,4 +1,4 @@
-"""Losses in which every record contributes a bounded share of its own."""
+"""Losses without interaction between records."""
 
 from __future__ import annotations
 

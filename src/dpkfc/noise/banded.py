@@ -45,7 +45,7 @@ class Banded:
     workload: Workload | None = None
 
     def factorize(self, workload: Workload, n: int, separation: int) -> Factorization:
-        """The strategy matrix C for a run of n steps; a record joins every `separation` steps."""
+        """C for n steps, in which a record returns after `separation` steps at the earliest."""
         if self.bands < 1:
             raise ValueError(f"bands={self.bands}: must be at least 1 (1 is independent noise)")
         if n > MAX_DENSE_STEPS:

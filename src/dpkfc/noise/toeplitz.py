@@ -45,7 +45,7 @@ class BandedSquareRoot:
     normalise: bool = False
 
     def factorize(self, workload: Workload, n: int, separation: int) -> Factorization:
-        """The strategy matrix C for a run of n steps; a record joins every `separation` steps."""
+        """C for n steps, in which a record returns after `separation` steps at the earliest."""
         c = power(*workload.generating_function(), 0.5, _check_bands(self.bands, n))
         name = f"square root, {len(c)} bands"
         return _toeplitz(name, c, n, self.normalise and len(c) <= separation)
@@ -70,7 +70,7 @@ class BandedToeplitz:
     normalise: bool = True
 
     def factorize(self, workload: Workload, n: int, separation: int) -> Factorization:
-        """The strategy matrix C for a run of n steps; a record joins every `separation` steps."""
+        """C for n steps, in which a record returns after `separation` steps at the earliest."""
         c = optimal_coefficients(workload, n, _check_bands(self.bands, n))
         name = f"optimised Toeplitz, {len(c)} bands"
         return _toeplitz(name, c, n, self.normalise and len(c) <= separation)
@@ -91,7 +91,7 @@ class InverseSquareRoot:
     workload: Workload | None = None
 
     def factorize(self, workload: Workload, n: int, separation: int) -> Factorization:
-        """The strategy matrix C for a run of n steps; a record joins every `separation` steps."""
+        """C for n steps, in which a record returns after `separation` steps at the earliest."""
         d = power(*workload.generating_function(), -0.5, _check_bands(self.bands, n))
         return InverseToeplitzStrategy(f"inverse square root, {len(d)} bands", tuple(d.tolist()))
 
@@ -112,7 +112,7 @@ class LambdaCGD:
     workload: Workload | None = None
 
     def factorize(self, workload: Workload, n: int, separation: int) -> Factorization:
-        """The strategy matrix C for a run of n steps; a record joins every `separation` steps."""
+        """C for n steps, in which a record returns after `separation` steps at the earliest."""
         from scipy.optimize import minimize_scalar
 
         participation = Participation.every(min(separation, n), n)
@@ -148,7 +148,7 @@ class BufferedToeplitz:
     workload: Workload | None = None
 
     def factorize(self, workload: Workload, n: int, separation: int) -> Factorization:
-        """The strategy matrix C for a run of n steps; a record joins every `separation` steps."""
+        """C for n steps, in which a record returns after `separation` steps at the earliest."""
         from scipy.optimize import minimize
 
         if self.buffers < 1:
@@ -191,7 +191,7 @@ class OutputPerturbation:
     workload: Workload | None = None
 
     def factorize(self, workload: Workload, n: int, separation: int) -> Factorization:
-        """The strategy matrix C for a run of n steps; a record joins every `separation` steps."""
+        """C for n steps, in which a record returns after `separation` steps at the earliest."""
         numerator, denominator = workload.generating_function()
         d = quotient(denominator, numerator, n)
         d = np.trim_zeros(np.where(np.abs(d) > 1e-15, d, 0.0), "b")

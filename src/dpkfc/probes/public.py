@@ -185,7 +185,7 @@ def check_apart(source: Any, private: Any) -> bool:
     private_digests = digests(private, begin + records.SECONDS)
     for data_digests in public_digests:
         _refuse_overlap(overlap(data_digests, private_digests))
-    return private_digests.complete and all(found.complete for found in public_digests)
+    return private_digests.complete and all(part.complete for part in public_digests)
 
 
 def _public_data(source: Any) -> Iterator[PublicData]:
