@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dpkfc.optim import DiSK, DPAdamBC
-from dpkfc.optim.base import NoiseAware, RunAware
+from dpkfc.optim.base import KeepsIterate, NoiseAware, RunAware
 
 
 def parameter() -> nn.Parameter:
@@ -21,7 +21,8 @@ def test_the_optimizers_of_the_package_follow_the_protocols() -> None:
     plain = torch.optim.SGD([parameter()], lr=0.1)
     assert isinstance(adam, NoiseAware) and not isinstance(adam, RunAware)
     assert isinstance(disk, NoiseAware) and isinstance(disk, RunAware)
-    assert not isinstance(plain, NoiseAware | RunAware)
+    assert isinstance(disk, KeepsIterate) and not isinstance(adam, KeepsIterate)
+    assert not isinstance(plain, NoiseAware | RunAware | KeepsIterate)
 
 
 def test_two_gradients_are_computed_within_the_context_of_the_run() -> None:

@@ -62,3 +62,17 @@ class RunAware(Protocol):
         Returns:
             The loss, detached.
         """
+
+
+@runtime_checkable
+class KeepsIterate(Protocol):
+    """An optimizer that keeps the model at another point than its iterate between steps.
+
+    >>> import torch, dpkfc
+    >>> sgd = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.1)
+    >>> isinstance(dpkfc.optim.DiSK(sgd), KeepsIterate), isinstance(sgd, KeepsIterate)
+    (True, False)
+    """
+
+    def iterate(self) -> AbstractContextManager[None]:
+        """The model is at the iterate within the context, for evaluation and release."""
