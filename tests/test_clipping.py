@@ -36,7 +36,7 @@ def test_nothing_exceeds_the_clip(norms: list[float], clip: float, gamma: float 
 def test_a_gradient_of_many_tiny_numbers_does_not_blow_up(
     gamma: float | None, exponent: int
 ) -> None:
-    """Squares of numbers below 1e-19 underflow in float32: dividing by such a norm would leave the ball."""
+    """Squares of numbers below 1e-19 underflow in float32: the norm of the result may exceed R."""
     g = torch.full((1000,), 10.0**exponent)
     (weight,), _ = clip_weights(g.square().sum()[None], 1.0, gamma)
     assert float((weight.double() * g.double()).norm()) <= 1.0
@@ -48,14 +48,14 @@ def test_small_gradients_are_scaled_up(gamma: float, norm: float) -> None:
     assert float(weight) * 0.01 == pytest.approx(norm, rel=1e-4)
 
 
-def test_rounding_errors_of_a_vanishing_gradient_are_not_scaled_out_of_the_ball() -> None:
+def test_rounding_errors_of_a_vanishing_gradient_do_not_exceed_the_clip() -> None:
     """Parts of size 100 that cancel leave a float32 error of about 1e-5, and hardly a norm."""
     (weight,), _ = clip_weights(torch.tensor([1e-14]), 1.0, 1e-4)
     assert float(weight) * 1e-5 <= 0.2
 
 
 @pytest.mark.parametrize("gamma", GAMMAS)
-def test_what_is_not_finite_weighs_nothing(gamma: float | None) -> None:
+def test_samples_with_a_norm_that_is_not_finite_have_weight_zero(gamma: float | None) -> None:
     weights, finite = clip_weights(torch.tensor([math.nan, math.inf, -1.0, 0.0]), 1.0, gamma)
     assert finite.tolist() == [False, False, True, True]
     assert weights[:2].tolist() == [0, 0]
@@ -64,7 +64,7 @@ def test_what_is_not_finite_weighs_nothing(gamma: float | None) -> None:
 
 @pytest.mark.parametrize("gamma", [1e-4, 0.05])
 def test_every_record_of_a_run_is_scaled(gamma: float) -> None:
-    """Against one autograd pass a record."""
+    """Against one autograd pass per record."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     x, y = torch.randn(6, 4) * torch.logspace(-3, 1, 6)[:, None], torch.randint(2, (6,))
@@ -75,17 +75,18 @@ def test_every_record_of_a_run_is_scaled(gamma: float) -> None:
         g = torch.cat([p.grad.flatten() for p in model.parameters()])
         want.append(0.7 * g / (g.norm() + gamma))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    private = dpkfc.make_private(
-        model, optimizer, TensorDataset(x, y), noise_multiplier=0.0, delta=0.1, steps=1, batch_size=6,
+    run = dpkfc.make_private(
+        model, optimizer, TensorDataset(x, y),
+        noise_multiplier=0.0, delta=0.1, steps=1, batch_size=6,
         clip=dpkfc.AutomaticClipping(norm=0.7, gamma=gamma), geometry=dpkfc.Identity(),
         loss=dpkfc.losses.cross_entropy,
     )  # fmt: skip
-    for a, b in private.loader:
+    for a, b in run.loader:
         nn.functional.cross_entropy(model(a), b).backward()
         optimizer.step()
     got = torch.cat([p.grad.flatten() for p in model.parameters()])
     torch.testing.assert_close(got, torch.stack(want).mean(0), rtol=1e-4, atol=1e-6)
-    assert private.plan.noise_scale == 0 and "norm +" in str(private.plan)
+    assert run.plan.noise_scale == 0 and "norm +" in str(run.plan)
 
 
 def perceptron(seed: int) -> nn.Sequential:
@@ -122,9 +123,9 @@ def geometries() -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["kfc", "adadps"])
 def test_a_clip_from_probes_is_their_median_mapped_norm(kind: str) -> None:
-    """Against one autograd pass a probe, mapped by the geometry's own maps."""
+    """Against one autograd pass per probe, mapped by the geometry's own maps."""
     model, geometry = perceptron(0), geometries()[kind]
-    private = auto_run(model, geometry)
+    run = auto_run(model, geometry)
     generator = geometry._probing.generator(0, "clip")
     probes = dpkfc.probes.Tabular(features=4, classes=2).draw(64, generator)
     norms = []
@@ -137,7 +138,7 @@ def test_a_clip_from_probes_is_their_median_mapped_norm(kind: str) -> None:
             mapped = geometry.map_of((f"{layer}.weight", f"{layer}.bias")).apply(grads)
             total += float(sum(part.square().sum() for part in mapped))
         norms.append(math.sqrt(total))
-    assert private.plan.clip == pytest.approx(float(torch.tensor(norms).median()), rel=1e-3)
+    assert run.plan.clip == pytest.approx(float(torch.tensor(norms).median()), rel=1e-3)
 
 
 def test_a_clip_from_probes_does_not_see_the_data_and_survives_a_resume(tmp_path: Any) -> None:

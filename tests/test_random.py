@@ -1,4 +1,4 @@
-"""The keyed stream: normal, independent, addressed by offset, and one-way."""
+"""The keyed generator: standard normal, independent, addressed by offset, with one-way keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpkfc import random as rng
-from dpkfc.random import HALF, LANE, TAIL, add_normal_, first_key, next_key, sub_key, uniform_bits
+from dpkfc.random import LANE, PAIRS, TAIL, add_normal_, first_key, next_key, sub_key, uniform_bits
 
 KEY = first_key(0)
 
@@ -37,7 +37,7 @@ def test_the_stream_is_standard_normal() -> None:
 def test_halves_of_a_lane_are_uncorrelated_also_in_size() -> None:
     """Both halves come from the same radii: cosine and sine."""
     z = normals(LANE * 3).view(3, LANE)
-    first, second = z[:, :HALF].flatten(), z[:, HALF:].flatten()
+    first, second = z[:, :PAIRS].flatten(), z[:, PAIRS:].flatten()
     for a, b in ((first, second), (first**2, second**2), (first.abs(), second.abs())):
         assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 5 / math.sqrt(len(first))
 
@@ -64,9 +64,9 @@ def test_it_is_box_and_muller_over_aes_in_counter_mode(
     monkeypatch.setattr(rng, "TAIL", tail)
     lane = 2
     if tail > TAIL:  # one by one, and slowly: shorter lanes
-        monkeypatch.setattr(rng, "HALF", 1024)
+        monkeypatch.setattr(rng, "PAIRS", 1024)
         monkeypatch.setattr(rng, "LANE", 2048)
-    half = rng.HALF
+    half = rng.PAIRS
     u, angle = words_of(KEY, 4 * lane * 2 * half, 2 * half).view(2, half)
     fraction = words_of(sub_key(KEY, "tail"), 4 * lane * half, half)
     u = torch.where(u < tail, u + (fraction + 0.5) / 2**32, u + 0.5) / 2**32
@@ -79,9 +79,9 @@ def test_it_is_box_and_muller_over_aes_in_counter_mode(
 
 
 def test_the_tail_goes_on_where_32_bits_end() -> None:
-    """At the smallest 32-bit radius, 6.7 standard deviations, the fraction decides how much further it goes."""
+    """At the smallest 32-bit radius, 6.7 standard deviations, the fraction extends the tail."""
     u = torch.zeros(2000)
-    rng._sharpen_tail_(u, KEY, 0)
+    rng._refine_tail_(u, KEY, 0)
     radius = (-2 * ((u + 0.5) * 2.0**-32).log()).sqrt()
     assert radius.min() > math.sqrt(-2 * math.log(2**-32)) and radius.max() > 7.5
     assert stats.kstest((u + 0.5).flatten().numpy(), "uniform").pvalue > 1e-4
@@ -96,7 +96,7 @@ def test_any_split_into_tensors_reads_the_same_stream(sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "count", [1, 5, HALF - 1, HALF, HALF + 3, LANE, LANE + 1, 2 * LANE + HALF + 7]
+    "count", [1, 5, PAIRS - 1, PAIRS, PAIRS + 3, LANE, LANE + 1, 2 * LANE + PAIRS + 7]
 )
 def test_a_longer_stream_begins_with_the_shorter(count: int) -> None:
     assert torch.equal(normals(count), normals(4 * LANE)[:count])

@@ -1,4 +1,4 @@
-"""Losses with an explicit per-record contract."""
+"""Losses without interaction between records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
-    """``F.cross_entropy(model(batch[0]), batch[1])``, the usual loss, as `make_private` wants it declared.
+    """``F.cross_entropy(model(batch[0]), batch[1])``, in the form that `make_private` expects.
 
     >>> import torch, dpkfc
     >>> batch = torch.zeros(4, 3), torch.tensor([0, 1, 1, 0])
@@ -21,19 +21,24 @@ def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
 
 
 def mean_over_records(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The mean over records of each record's own mean over its unmasked positions.
+    """Average the positions within each record, then average over the records.
 
-    `values` is [batch, ...], for example token losses; `mask` is True where a position counts. A record
-    without any counts as zero. Averaging over all tokens of the batch at once would instead let the
-    length of one record change the weight of every other, and its influence would no longer be bounded.
+    Args:
+        values: [batch, ...], for example token losses.
+        mask: same shape, True where a position counts. A record without such positions counts as 0.
+
+    **Guarantee.** The weight of a record depends on no other record. An average over all tokens of
+    the batch would let the length of one record change the weight of every other record, so that
+    clipping would no longer bound its influence.
 
     >>> import torch, dpkfc
-    >>> dpkfc.losses.mean_over_records(torch.tensor([[1.0, 3.0], [5.0, 0.0]]), torch.tensor([[True, True], [True, False]]))
+    >>> losses = torch.tensor([[1.0, 3.0], [5.0, 0.0]])
+    >>> dpkfc.losses.mean_over_records(losses, mask=torch.tensor([[True, True], [True, False]]))
     tensor(3.5000)
     """
     if mask is None:
         return values.flatten(1).mean(1).mean()
-    kept = torch.where(
-        mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device)
-    )
-    return (kept.flatten(1).sum(1) / mask.bool().flatten(1).sum(1).clamp(min=1)).mean()
+    zero = torch.zeros((), dtype=values.dtype, device=values.device)
+    kept = torch.where(mask.bool(), values, zero)
+    counts = mask.bool().flatten(1).sum(1).clamp(min=1)
+    return (kept.flatten(1).sum(1) / counts).mean()

@@ -1,4 +1,4 @@
-"""Correlated mechanisms: what they say of themselves, and the epsilon that follows, against closed forms."""
+"""Correlated mechanisms: their fields, and their epsilon against closed forms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from dpkfc import PrivacyError
 from dpkfc.accounting.calibrate import calibrate_noise, epsilon_spent
 from dpkfc.accounting.events import Mechanism
 
@@ -47,7 +46,7 @@ def test_a_run_that_stops_early_has_the_sensitivity_of_its_rounds(
 
 
 def test_growth_that_falls_is_not_believed() -> None:
-    """Upper bounds of the sensitivity may come out larger for fewer rounds; the largest so far counts."""
+    """An upper bound of the sensitivity may be larger for fewer rounds; the maximum counts."""
     odd = Mechanism(1.0, 2.0, 20, True, 10, (1.0, 0.7, 1.0))
     assert odd.event() == dp.GaussianDpEvent(2.0)
 
@@ -88,7 +87,7 @@ def test_files_keep_a_mechanism_as_it_is(mechanism: Mechanism) -> None:
     [
         (
             {"sampling_rate": 0.5, "cycle": 10, "growth": GROWING},
-            "no accountant that profits from sampling",
+            "no accountant with amplification by sampling",
         ),
         ({"cycle": 0}, "cycle=0"),
         ({"sampling_rate": 1.0, "cycle": 10, "growth": (0.5, 1.0)}, "3 rounds"),
@@ -98,5 +97,5 @@ def test_files_keep_a_mechanism_as_it_is(mechanism: Mechanism) -> None:
     ],
 )
 def test_what_cannot_be_accounted_is_refused(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(PrivacyError, match=message):
+    with pytest.raises(ValueError, match=message):
         Mechanism(**({"sampling_rate": 0.1, "noise_multiplier": 1.0, "steps": 30} | fields))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A printed epsilon is an upper bound: never below the number it stands for, and not far above it."""
+"""A printed epsilon is an upper bound of the number, and close to it."""
 
 from __future__ import annotations
 

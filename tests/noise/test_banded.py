@@ -1,4 +1,4 @@
-"""AOF: the published errors, and proofs of optimality that know nothing of how it was found."""
+"""AOF: the published errors, and optimality proved independently of the optimiser."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from scipy.linalg import solve_triangular
 
-from dpkfc.errors import PrivacyError
 from dpkfc.noise.banded import Banded, optimal_diagonals, squared_error
-from dpkfc.noise.factorization import BandedMatrix
-from dpkfc.noise.sensitivity import DENSE, Participation
+from dpkfc.noise.factorization import BandedStrategy
+from dpkfc.noise.sensitivity import MAX_DENSE_STEPS, Participation
 from dpkfc.noise.series import Array
 from dpkfc.noise.toeplitz import BandedToeplitz
 from dpkfc.noise.workload import Workload
@@ -41,17 +40,18 @@ WORKLOADS = {
 }
 
 
-def banded(workload: Workload, n: int, bands: int) -> BandedMatrix:
+def banded(workload: Workload, n: int, bands: int) -> BandedStrategy:
     form = Banded(bands).factorize(workload, n, bands)
-    assert isinstance(form, BandedMatrix)
+    assert isinstance(form, BandedStrategy)
     return form
 
 
 def duality(a: Array, c: Array, bands: int) -> tuple[float, float]:
-    """``tr(M S⁻¹)``, M = AᵀA, and a lower bound of its least value.
+    """``tr(M S⁻¹)``, M = AᵀA, and a lower bound of its minimum.
 
-    Any W ⪰ 0 that is zero beside the diagonal of the band bounds it: ``tr(M S⁻¹) + tr(W S) ≥ 2 tr (M^½ W M^½)^½`` for
-    every S, and tr(W S) = tr W for every S that is allowed. At the optimum W = S⁻¹ M S⁻¹ makes the bound tight.
+    Any W ⪰ 0 that is zero off the diagonal within the band gives a bound:
+    ``tr(M S⁻¹) + tr(W S) ≥ 2 tr (M^½ W M^½)^½`` for every S, and tr(W S) = tr W for every feasible
+    S. At the optimum W = S⁻¹ M S⁻¹ makes the bound tight.
     """
     n, m, inverse = len(a), a.T @ a, np.linalg.inv(c.T @ c)
     apart = np.abs(np.subtract.outer(np.arange(n), np.arange(n)))
@@ -106,9 +106,9 @@ def test_better_than_the_best_toeplitz_matrix(name: str, bands: int) -> None:
 @pytest.mark.parametrize("bands", [3, 16, 40, 90])
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_no_matrix_is_better(name: str, bands: int) -> None:
-    """The optimum is proved to be one, and the default tolerance reaches it."""
+    """The duality gap is small, also at the default tolerance."""
     n, workload = 90, WORKLOADS[name]
-    best = BandedMatrix("", optimal_diagonals(workload, n, bands, tolerance=1e-12))
+    best = BandedStrategy("", optimal_diagonals(workload, n, bands, tolerance=1e-12))
     reached, bound = duality(workload.materialize(n), best.materialize(n), bands)
     assert bound < reached * (1 + 1e-6)
     assert reached == pytest.approx(bound, rel=1e-3)
@@ -142,7 +142,7 @@ def test_error_and_gradient_equal_the_dense_formula(name: str, bands: int) -> No
     diagonals = rng.uniform(-1, 1, (bands, n)) * 0.5 ** np.arange(bands)[:, None]
     diagonals[0] = rng.uniform(1, 2, n)
     diagonals *= np.add.outer(np.arange(bands), np.arange(n)) < n
-    c = BandedMatrix("", diagonals).materialize(n)
+    c = BandedStrategy("", diagonals).materialize(n)
     b = solve_triangular(c, WORKLOADS[name].materialize(n).T, lower=True, trans="T").T
     slopes = -2 * b.T @ b @ np.linalg.inv(c).T
     squares, gradient = squared_error(WORKLOADS[name], n, bands)(diagonals)
@@ -157,7 +157,7 @@ def test_error_and_gradient_equal_the_dense_formula(name: str, bands: int) -> No
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("idle", [{0}, {7, 8, 30}, set(range(60, 70)), {69}])
 def test_steps_without_a_learning_rate(momentum: float, idle: set[int]) -> None:
-    """Their noise may be of no effect at all; it stays within bounds."""
+    """Their noise may have no effect at all, but it stays bounded."""
     workload, n = Workload.sgd(momentum, lr_schedule=lambda t: float(t not in idle)), 70
     for bands in (8, n):
         form = banded(workload, n, bands)
@@ -175,10 +175,10 @@ def test_any_matrix_gains_from_more_bands() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(PrivacyError, match="bands=0"):
+    with pytest.raises(ValueError, match="bands=0"):
         Banded(0).factorize(Workload.sgd(), 10, 10)
-    with pytest.raises(PrivacyError, match=r"BandedToeplitz\(bands=16\)"):
-        Banded().factorize(Workload.sgd(), DENSE + 1, 100)
+    with pytest.raises(ValueError, match=r"BandedToeplitz\(bands=16\)"):
+        Banded().factorize(Workload.sgd(), MAX_DENSE_STEPS + 1, 100)
     for workload in (random_workload(9), Workload.toeplitz([1.0] * 9)):
-        with pytest.raises(PrivacyError, match="given for 9 steps; the run has 10"):
+        with pytest.raises(ValueError, match="given for 9 steps; the run has 10"):
             Banded(4).factorize(workload, 10, 10)

@@ -10,11 +10,11 @@ import pytest
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.factorization import (
     IDENTITY,
-    BandedMatrix,
-    Buffered,
+    BandedStrategy,
+    BufferedStrategy,
     Factorization,
-    InverseToeplitz,
-    Toeplitz,
+    InverseToeplitzStrategy,
+    ToeplitzStrategy,
 )
 from dpkfc.noise.sensitivity import Participation
 from dpkfc.noise.workload import Workload
@@ -50,29 +50,35 @@ DIAGONALS = np.vstack([RNG.uniform(0.5, 2, size=N), RNG.normal(size=(3, N))])
 SHORT_D, LONG_D = [1.0, -0.5, -0.2], [1.0, -0.4, -0.1, 0.2, -0.05, -0.02]
 FORMS: dict[str, tuple[Factorization, np.ndarray]] = {
     "identity": (IDENTITY, np.eye(N)),
-    "one band": (Toeplitz("", (2.0,)), 2 * np.eye(N)),
-    "Toeplitz": (Toeplitz("", tuple(FALLING)), toeplitz(FALLING)),
-    "Toeplitz, rising": (Toeplitz("", tuple(RISING)), toeplitz(RISING)),
-    "Toeplitz, signed": (Toeplitz("", tuple(SIGNED)), toeplitz(SIGNED)),
-    "Toeplitz, full": (Toeplitz("", tuple(LONG)), toeplitz(LONG)),
-    "normalised": (Toeplitz("", tuple(FALLING), N), normalised(FALLING)),
-    "normalised, signed": (Toeplitz("", tuple(SIGNED), N), normalised(SIGNED)),
-    "normalised, full": (Toeplitz("", tuple(LONG), N), normalised(LONG)),
-    "inverse": (InverseToeplitz("", tuple(SHORT_D)), np.linalg.inv(toeplitz(SHORT_D))),
-    "inverse, long": (InverseToeplitz("", tuple(LONG_D)), np.linalg.inv(toeplitz(LONG_D))),
-    "inverse, scaled": (InverseToeplitz("", (0.5, -0.3)), np.linalg.inv(toeplitz([0.5, -0.3]))),
-    "buffered, 1": (Buffered("", (0.4,), (0.9,)), buffered([0.4], [0.9])),
+    "one band": (ToeplitzStrategy("", (2.0,)), 2 * np.eye(N)),
+    "Toeplitz": (ToeplitzStrategy("", tuple(FALLING)), toeplitz(FALLING)),
+    "Toeplitz, rising": (ToeplitzStrategy("", tuple(RISING)), toeplitz(RISING)),
+    "Toeplitz, signed": (ToeplitzStrategy("", tuple(SIGNED)), toeplitz(SIGNED)),
+    "Toeplitz, full": (ToeplitzStrategy("", tuple(LONG)), toeplitz(LONG)),
+    "normalised": (ToeplitzStrategy("", tuple(FALLING), N), normalised(FALLING)),
+    "normalised, signed": (ToeplitzStrategy("", tuple(SIGNED), N), normalised(SIGNED)),
+    "normalised, full": (ToeplitzStrategy("", tuple(LONG), N), normalised(LONG)),
+    "inverse": (InverseToeplitzStrategy("", tuple(SHORT_D)), np.linalg.inv(toeplitz(SHORT_D))),
+    "inverse, long": (InverseToeplitzStrategy("", tuple(LONG_D)), np.linalg.inv(toeplitz(LONG_D))),
+    "inverse, scaled": (
+        InverseToeplitzStrategy("", (0.5, -0.3)),
+        np.linalg.inv(toeplitz([0.5, -0.3])),
+    ),
+    "buffered, 1": (BufferedStrategy("", (0.4,), (0.9,)), buffered([0.4], [0.9])),
     "buffered, 3": (
-        Buffered("", (0.4, 0.2, 0.1), (0.9, 0.5, 0.99)),
+        BufferedStrategy("", (0.4, 0.2, 0.1), (0.9, 0.5, 0.99)),
         buffered([0.4, 0.2, 0.1], [0.9, 0.5, 0.99]),
     ),
-    "buffered, signed": (Buffered("", (0.2, -0.4), (0.9, 0.5)), buffered([0.2, -0.4], [0.9, 0.5])),
+    "buffered, signed": (
+        BufferedStrategy("", (0.2, -0.4), (0.9, 0.5)),
+        buffered([0.2, -0.4], [0.9, 0.5]),
+    ),
     "matrix": (
-        BandedMatrix("", DIAGONALS),
+        BandedStrategy("", DIAGONALS),
         sum((np.diag(DIAGONALS[j, : N - j], -j) for j in range(4)), np.zeros((N, N))),
     ),
     "matrix, positive": (
-        BandedMatrix("", np.abs(DIAGONALS)),
+        BandedStrategy("", np.abs(DIAGONALS)),
         sum((np.diag(np.abs(DIAGONALS)[j, : N - j], -j) for j in range(4)), np.zeros((N, N))),
     ),
 }
@@ -91,7 +97,7 @@ steps = pytest.mark.parametrize("n", SHORTER)
 @forms
 @steps
 def test_c_is_the_matrix_that_is_meant(form: Factorization, dense: np.ndarray, n: int) -> None:
-    """Among fewer steps than planned, it is its leading block."""
+    """For fewer steps than planned, C is its leading block."""
     c = form.materialize(n)
     np.testing.assert_allclose(c, dense[:n, :n], rtol=1e-12, atol=1e-13)
     assert form.bands is None or not np.tril(dense, -form.bands).any()
@@ -124,7 +130,7 @@ def patterns(n: int, b: int, k: int) -> list[tuple[int, ...]]:
 
 
 def brute_force(c: np.ndarray, b: int, k: int) -> tuple[float, float]:
-    """What ±1 attain, and Σ|G|, which nothing exceeds, over all patterns."""
+    """A lower bound (signs ±1) and an upper bound (Σ|G|) over all patterns."""
     gram, attained, bound = c.T @ c, 0.0, 0.0
     for pattern in patterns(len(c), b, k):
         signs = np.array(list(product([1.0], *[[1.0, -1.0]] * (len(pattern) - 1))))
@@ -137,7 +143,7 @@ def brute_force(c: np.ndarray, b: int, k: int) -> tuple[float, float]:
 @forms
 @pytest.mark.parametrize("n", [1, 3, 7, 8])
 def test_sensitivity(form: Factorization, dense: np.ndarray, n: int) -> None:
-    """Never below brute force, and equal to it where it is called exact."""
+    """Never below brute force, and equal to it if marked exact."""
     for b, k in [(1, 8), (2, 4), (3, 2), (4, 9), (5, 2), (20, 1), (20, 3)]:
         attained, bound = brute_force(dense[:n, :n], b, k)
         found = form.sensitivity(n, Participation(b, k))
@@ -151,7 +157,7 @@ def test_sensitivity(form: Factorization, dense: np.ndarray, n: int) -> None:
 def test_sensitivity_of_the_whole_run(
     form: Factorization, dense: np.ndarray, b: int, k: int
 ) -> None:
-    """It is exact for bands that do not overlap, and for c ≥ 0 that does not increase."""
+    """It is exact for bands that do not overlap, and for non-negative, non-increasing c."""
     attained, bound = brute_force(dense, b, k)
     found = form.sensitivity(N, Participation(b, k))
     falling = (
@@ -171,7 +177,7 @@ def test_sensitivity_of_the_whole_run(
 )
 @pytest.mark.parametrize(("b", "k"), [(1, 8), (1, 2), (2, 3), (3, 2)])
 def test_the_tighter_of_two_bounds_counts(name: str, b: int, k: int) -> None:
-    """Of the non-increasing envelope of |c|, and of the rows of |CᵀC| taken one by one."""
+    """The bounds by the non-increasing envelope of |c| and by the rows of |CᵀC|."""
     n, (form, dense) = 8, FORMS[name]
     c = np.abs(dense[:n, 0])
     envelope = toeplitz([c[j:].max() for j in range(n)])[:n, :n]
@@ -187,7 +193,7 @@ def test_the_tighter_of_two_bounds_counts(name: str, b: int, k: int) -> None:
 @pytest.mark.parametrize("name", ["normalised", "normalised, signed"])
 def test_normalising_costs_no_sensitivity_and_lowers_the_error(name: str) -> None:
     form, dense = FORMS[name]
-    plain = Toeplitz("", form.c)  # type: ignore[attr-defined]
+    plain = ToeplitzStrategy("", form.c)  # type: ignore[attr-defined]
     np.testing.assert_allclose(np.linalg.norm(dense, axis=0), np.linalg.norm(plain.c), rtol=1e-12)
     assert form.sensitivity(N, Participation(4, 3)).value == pytest.approx(
         3**0.5 * np.linalg.norm(plain.c)
@@ -205,7 +211,7 @@ def test_more_steps_than_planned_are_refused(name: str) -> None:
         lambda: form.sensitivity(N + 1, Participation(4, 2)),
         lambda: form.materialize(N + 1),
     ):
-        with pytest.raises(PrivacyError, match=f"made for {N} steps, not for {N + 1}"):
+        with pytest.raises(PrivacyError, match=f"computed for {N} steps, not for {N + 1}"):
             ask()
 
 

@@ -1,4 +1,4 @@
-"""Rounding to a grid: to the nearest multiple of a power of two that nothing but the plan decides."""
+"""Rounding to a grid: the nearest multiple of a power of two that depends on the plan alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -15,6 +15,7 @@ from dpkfc.noise.grid import FRACTION, MOST_STEPS, round_to_grid_, spacing
 from dpkfc.random import add_normal_, first_key
 
 
+@settings(deadline=None)
 @given(noise=st.floats(1e-12, 1e12), steps=st.integers(1, 10**7))
 def test_the_spacing_is_the_largest_power_of_two_below_the_fraction(
     noise: float, steps: int
@@ -32,6 +33,7 @@ def test_without_noise_there_is_no_grid() -> None:
     assert torch.equal(x, before)
 
 
+@settings(deadline=None)
 @given(
     values=st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20),
     exponent=st.integers(-20, 3),

@@ -18,18 +18,18 @@ from jax_privacy.matrix_factorization import (
 )
 
 from dpkfc.noise.factorization import (
-    BandedMatrix,
-    Buffered,
+    BandedStrategy,
+    BufferedStrategy,
     Factorization,
-    InverseToeplitz,
-    Toeplitz,
+    InverseToeplitzStrategy,
+    ToeplitzStrategy,
 )
 from dpkfc.noise.sensitivity import (
     Participation,
+    banded_sensitivity,
+    gram_sensitivity,
     heaviest_pattern,
-    of_columns,
-    of_gram,
-    of_toeplitz,
+    toeplitz_sensitivity,
 )
 from dpkfc.noise.toeplitz import (
     BandedSquareRoot,
@@ -46,7 +46,7 @@ jax.config.update("jax_platforms", "cpu")
 
 @pytest.fixture(scope="module", autouse=True)
 def _threads() -> Iterator[None]:
-    """JAX gives its threads back at the end: other tests fork."""
+    """JAX releases its threads at the end, because other tests fork."""
     yield
     backend.clear_backends()
 
@@ -85,13 +85,13 @@ def test_errors_of_toeplitz_matrices(workload: Workload, bands: int) -> None:
     """Theirs is squared, and for each step."""
     c, a = falling(bands, bands), jax.numpy.array(workload.coefficients(N))
     theirs = toeplitz.per_query_error(strategy_coef=jax.numpy.array(c), n=N, workload_coef=a)
-    assert Toeplitz("", tuple(c)).error(workload, N) == pytest.approx(
+    assert ToeplitzStrategy("", tuple(c)).error(workload, N) == pytest.approx(
         float(theirs.mean()) ** 0.5, rel=1e-10
     )
     d = np.concatenate([[1.0], -falling(bands, bands) / bands])
     padded = jax.numpy.array(np.pad(d, (0, max(0, N - len(d))))[:N])
     theirs = toeplitz.per_query_error(noising_coef=padded, n=N, workload_coef=a)
-    assert InverseToeplitz("", tuple(d)).error(workload, N) == pytest.approx(
+    assert InverseToeplitzStrategy("", tuple(d)).error(workload, N) == pytest.approx(
         float(theirs.mean()) ** 0.5, rel=1e-10
     )
 
@@ -101,7 +101,7 @@ def test_errors_of_column_normalised_matrices(momentum: float) -> None:
     """Theirs has columns of norm 1, ours of norm ‖c‖."""
     c = falling(8, 0)
     ours, theirs = (
-        Toeplitz("", tuple(c), N),
+        ToeplitzStrategy("", tuple(c), N),
         banded.ColumnNormalizedBanded.from_banded_toeplitz(N, jax.numpy.array(c)),
     )
     np.testing.assert_allclose(
@@ -120,7 +120,7 @@ def test_square_roots_of_prefix_sums() -> None:
 
 
 def test_the_optimal_banded_toeplitz_matrix() -> None:
-    """Found by another optimizer, through automatic differentiation."""
+    """Computed there by another optimizer, through automatic differentiation."""
     theirs = toeplitz.optimize_banded_toeplitz(N, 8, max_optimizer_steps=100)
     form = BandedToeplitz(8, normalise=False).factorize(Workload.sgd(), N, 8)
     ours = np.array(form.c)  # type: ignore[attr-defined]
@@ -143,9 +143,9 @@ def test_sensitivities(b: int, k: int) -> None:
     narrow = full - np.tril(full, -b)
 
     theirs = float(toeplitz.minsep_sensitivity_squared(jax.numpy.array(c), b, k)) ** 0.5
-    assert of_toeplitz(c, who).value == pytest.approx(theirs, rel=1e-12)
+    assert toeplitz_sensitivity(c, who).value == pytest.approx(theirs, rel=1e-12)
 
-    columns = of_columns(np.linalg.norm(narrow, axis=0), b, who)
+    columns = banded_sensitivity(np.linalg.norm(narrow, axis=0), b, who)
     theirs = sensitivity.get_sensitivity_banded(jax.numpy.array(narrow), b, k)
     assert columns is not None and columns.value == pytest.approx(theirs, rel=1e-12)
 
@@ -157,8 +157,8 @@ def test_sensitivities(b: int, k: int) -> None:
         narrow,
     ):  # ours keeps every row's own step in its pattern, so it may be tighter
         theirs = sensitivity.get_min_sep_sensitivity_upper_bound(jax.numpy.array(matrix), b, k)
-        assert of_gram(matrix, who).value <= theirs * (1 + 1e-12)
-    assert of_gram(narrow, who).value == pytest.approx(columns.value, rel=1e-12)
+        assert gram_sensitivity(matrix, who).value <= theirs * (1 + 1e-12)
+    assert gram_sensitivity(narrow, who).value == pytest.approx(columns.value, rel=1e-12)
 
 
 # Buffered linear Toeplitz matrices
@@ -171,7 +171,7 @@ BLT = {"one": ([0.4], [0.9]), "three": ([0.1, 0.2, 0.3], [0.999, 0.9, 0.3])}
 @pytest.mark.parametrize(("b", "k"), [(N, 1), (20, 3)])
 def test_buffered_matrices(weights: list[float], poles: list[float], b: int, k: int) -> None:
     theirs = buffered_toeplitz.BufferedToeplitz.build(buf_decay=poles, output_scale=weights)
-    ours = Buffered("", tuple(weights), tuple(poles))
+    ours = BufferedStrategy("", tuple(weights), tuple(poles))
     loss = buffered_toeplitz.LossFn.build_min_sep(
         n=N, error="mean", min_sep=b, max_participations=k
     )
@@ -200,7 +200,7 @@ def test_buffered_matrices(weights: list[float], poles: list[float], b: int, k: 
     ],
 )
 def test_the_optimal_buffered_matrix(n: int, b: int, buffers: int, reached: float) -> None:
-    """What `buffered_toeplitz.optimize` reaches for the mean error, in half a minute each."""
+    """The mean error that `buffered_toeplitz.optimize` reaches in half a minute."""
     form = BufferedToeplitz(buffers).factorize(Workload.sgd(), n, b)
     cost = form.sensitivity(n, Participation.every(b, n)).value * form.error(Workload.sgd(), n)
     assert cost == pytest.approx(reached, rel=1e-6)
@@ -222,7 +222,7 @@ def test_the_optimal_buffered_matrix_has_no_slope() -> None:
             / 2
         )
 
-    assert isinstance(form, Buffered)
+    assert isinstance(form, BufferedStrategy)
     x = jax.numpy.log(jax.numpy.array([form.weights, 1 - np.array(form.poles)]))
     value, slopes = jax.jit(jax.value_and_grad(loss))(x)
     cost = form.sensitivity(n, Participation.every(b, n)).value * form.error(Workload.sgd(), n)
@@ -242,10 +242,10 @@ def normals(size: int) -> np.ndarray:
 
 C = falling(8, 1)
 STREAMS: dict[str, Factorization] = {
-    "Toeplitz": Toeplitz("", tuple(C / np.linalg.norm(C))),
-    "normalised": Toeplitz("", tuple(C / np.linalg.norm(C)), N),
-    "buffered": Buffered("", (0.3, 0.2), (0.99, 0.5)),
-    "matrix": BandedMatrix("", np.ones((4, N)) / 2),
+    "Toeplitz": ToeplitzStrategy("", tuple(C / np.linalg.norm(C))),
+    "normalised": ToeplitzStrategy("", tuple(C / np.linalg.norm(C)), N),
+    "buffered": BufferedStrategy("", (0.3, 0.2), (0.99, 0.5)),
+    "matrix": BandedStrategy("", np.ones((4, N)) / 2),
 }
 
 
@@ -253,11 +253,11 @@ STREAMS: dict[str, Factorization] = {
 def test_streams(name: str) -> None:
     """Their streaming multiplication by C⁻¹, of the same z."""
     size, form = 50, STREAMS[name]
-    if isinstance(form, Toeplitz):
+    if isinstance(form, ToeplitzStrategy):
         theirs = toeplitz.inverse_as_streaming_matrix(
             jax.numpy.array(form.c), column_normalize_for_n=form.steps
         )
-    elif isinstance(form, Buffered):
+    elif isinstance(form, BufferedStrategy):
         blt = buffered_toeplitz.BufferedToeplitz.build(
             buf_decay=form.poles, output_scale=form.weights
         )

@@ -14,13 +14,13 @@ from torch import Tensor
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.factorization import (
     IDENTITY,
-    BandedMatrix,
-    Buffered,
+    BandedStrategy,
+    BufferedStrategy,
     Factorization,
-    InverseToeplitz,
-    Toeplitz,
+    InverseToeplitzStrategy,
+    ToeplitzStrategy,
 )
-from dpkfc.noise.stream import Regenerated, Ring, Stream
+from dpkfc.noise.stream import RegeneratedStream, RingBufferStream, Stream
 from dpkfc.random import LANE, add_normal_, first_key
 
 N = 12
@@ -47,18 +47,21 @@ def all_forms(n: int) -> dict[str, tuple[Factorization, np.ndarray]]:
     matrix = sum((np.diag(diagonals[j, : n - j], -j) for j in range(3)), np.zeros((n, n)))
     return {
         "identity": (IDENTITY, np.eye(n)),
-        "one band": (Toeplitz("", (2.0,)), 2 * np.eye(n)),
-        "Toeplitz": (Toeplitz("", tuple(c)), toeplitz(c, n)),
-        "Toeplitz, signed": (Toeplitz("", tuple(signed)), toeplitz(signed, n)),
-        "normalised": (Toeplitz("", tuple(c), n), normalised),
-        "inverse, regenerated": (InverseToeplitz("", tuple(d)), np.linalg.inv(toeplitz(d, n))),
-        "inverse, one band": (InverseToeplitz("", (0.5,)), 2 * np.eye(n)),
+        "one band": (ToeplitzStrategy("", (2.0,)), 2 * np.eye(n)),
+        "Toeplitz": (ToeplitzStrategy("", tuple(c)), toeplitz(c, n)),
+        "Toeplitz, signed": (ToeplitzStrategy("", tuple(signed)), toeplitz(signed, n)),
+        "normalised": (ToeplitzStrategy("", tuple(c), n), normalised),
+        "inverse, regenerated": (
+            InverseToeplitzStrategy("", tuple(d)),
+            np.linalg.inv(toeplitz(d, n)),
+        ),
+        "inverse, one band": (InverseToeplitzStrategy("", (0.5,)), 2 * np.eye(n)),
         "inverse, in a ring": (
-            InverseToeplitz("", tuple(long_d)),
+            InverseToeplitzStrategy("", tuple(long_d)),
             np.linalg.inv(toeplitz(long_d, n)),
         ),
-        "buffered": (Buffered("", (0.4, 0.2), (0.99, 0.5)), buffered),
-        "matrix": (BandedMatrix("", diagonals), matrix),
+        "buffered": (BufferedStrategy("", (0.4, 0.2), (0.99, 0.5)), buffered),
+        "matrix": (BandedStrategy("", diagonals), matrix),
     }
 
 
@@ -72,7 +75,7 @@ def key(step: int) -> bytes:
 
 
 def normals(size: int, steps: list[int]) -> np.ndarray:
-    """z, one row a step."""
+    """z, one row per step."""
     rows = [torch.zeros(size) for _ in steps]
     for row, step in zip(rows, steps, strict=True):
         add_normal_([row], key(step), 1.0)
@@ -80,7 +83,7 @@ def normals(size: int, steps: list[int]) -> np.ndarray:
 
 
 def draw(stream: Stream, size: int, steps: list[int]) -> np.ndarray:
-    """w, one row a step, in float64 sums that show every bit of it."""
+    """w, one row per step, in float64 sums that preserve every bit."""
     rows = []
     for step in steps:
         row = torch.zeros(size, dtype=torch.float64)
@@ -100,7 +103,7 @@ def assert_close(got: np.ndarray, want: np.ndarray) -> None:
 def test_the_stream_is_the_inverse_times_z(
     form: Factorization, dense: np.ndarray, shapes: list[tuple[int, ...]], dtype: torch.dtype
 ) -> None:
-    """Added to what is there, in tensors of any shape."""
+    """It is added to the sums, in tensors of any shape."""
     size, scale = sum(math.prod(shape) for shape in shapes), 2.5
     n = N if size < 100 else 5
     block = dense[:n, :n]
@@ -117,8 +120,8 @@ def test_the_stream_is_the_inverse_times_z(
 
 
 @pytest.mark.parametrize("name", WITH_BUFFERS)
-def test_rounding_does_not_add_up(name: str) -> None:
-    """C w is z after many steps as after few."""
+def test_rounding_errors_do_not_accumulate(name: str) -> None:
+    """C w is as close to z after many steps as after few."""
     n, size = 300, 32
     form, dense = all_forms(n)[name]
     steps = list(range(n))
@@ -129,7 +132,7 @@ def test_rounding_does_not_add_up(name: str) -> None:
 
 @forms
 def test_the_covariance_is_that_of_the_mechanism(form: Factorization, dense: np.ndarray) -> None:
-    """E[w wᵀ] = (CᵀC)⁻¹: each entry within 5 standard deviations of its estimate over independent coordinates."""
+    """E[w wᵀ] = (CᵀC)⁻¹, estimated over independent coordinates to 5 standard deviations."""
     size = 60_000
     w = draw(form.stream(size), size, list(range(N)))
     want = np.linalg.inv(dense.T @ dense)
@@ -173,7 +176,7 @@ def test_a_repeated_step_is_refused(form: Factorization, dense: np.ndarray) -> N
     for each in (stream, other):
         for step in (2, 0):
             sums = [torch.zeros(size)]
-            with pytest.raises(PrivacyError, match=f"noise of step {step} was asked for again"):
+            with pytest.raises(PrivacyError, match=f"noise of step {step} was requested again"):
                 each.add_(sums, key(step), 1.0, step)
             assert not sums[0].any()
         assert np.array_equal(draw(each, size, list(range(3, N))), whole[3:])
@@ -181,7 +184,7 @@ def test_a_repeated_step_is_refused(form: Factorization, dense: np.ndarray) -> N
 
 @forms
 @pytest.mark.parametrize(("before", "at"), [(3, 4), (3, 9), (1, 2), (0, 5)])
-def test_a_skipped_step_starts_afresh(
+def test_a_skipped_step_restarts_the_stream(
     form: Factorization, dense: np.ndarray, before: int, at: int
 ) -> None:
     """The noise is C⁻¹ z for the block-diagonal part of C."""
@@ -202,7 +205,7 @@ def test_restart_forgets_the_past(form: Factorization, dense: np.ndarray) -> Non
     stream.restart()
     got = np.vstack([first, draw(stream, size, list(range(at, N)))])
     assert_close(got, np.linalg.inv(block) @ normals(size, list(range(N))))
-    with pytest.raises(PrivacyError, match="asked for again"):
+    with pytest.raises(PrivacyError, match="requested again"):
         stream.add_([torch.zeros(size)], key(0), 1.0, 0)
 
 
@@ -222,20 +225,20 @@ def test_a_state_of_another_shape_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("d", [[1.0, -0.9], [0.5, -0.4, 0.2], [1.0, -0.5, -0.2, -0.1]])
-def test_regeneration_is_the_ring_without_its_memory(d: list[float]) -> None:
+def test_regeneration_equals_the_ring_buffer(d: list[float]) -> None:
     size, steps = LANE + 9, list(range(6))
     lags = np.array(d[1:])
-    ring = Ring(size, len(lags), lambda t: (d[0], lags), lambda t: 1.0, keeps="inputs")
-    regenerated = InverseToeplitz("", tuple(d)).stream(size)
-    assert isinstance(regenerated, Regenerated)
+    ring = RingBufferStream(size, len(lags), lambda t: (d[0], lags), lambda t: 1.0, keeps="inputs")
+    regenerated = InverseToeplitzStrategy("", tuple(d)).stream(size)
+    assert isinstance(regenerated, RegeneratedStream)
     want = toeplitz(d, 6) @ normals(size, steps)
     for stream in (ring, regenerated):
         assert_close(draw(stream, size, steps), want)
 
 
 def test_only_the_keys_that_are_needed_are_kept() -> None:
-    """With three coefficients, those of two steps: older noise cannot be computed from a checkpoint."""
-    stream = InverseToeplitz("", (1.0, -0.5, -0.2)).stream(10)
+    """Three coefficients need the keys of two steps: older noise cannot be recomputed."""
+    stream = InverseToeplitzStrategy("", (1.0, -0.5, -0.2)).stream(10)
     draw(stream, 10, list(range(5)))
     assert stream.state_dict()["keys"] == [key(4).hex(), key(3).hex()]
 
@@ -252,11 +255,11 @@ def test_sums_of_another_size_are_refused_before_anything_is_added(name: str, si
 
 def test_a_state_of_keys_for_another_size_is_refused() -> None:
     form = FORMS["inverse, regenerated"][0]
-    with pytest.raises(PrivacyError, match="noise for 10 numbers, the run has 20"):
+    with pytest.raises(PrivacyError, match="noise for 10 numbers, the run needs 20"):
         form.stream(20).load_state_dict(form.stream(10).state_dict())
 
 
 @pytest.mark.parametrize("name", ["normalised", "matrix"])
 def test_steps_beyond_what_the_matrix_was_made_for_are_refused(name: str) -> None:
-    with pytest.raises(PrivacyError, match=f"made for {N} steps"):
+    with pytest.raises(PrivacyError, match=f"computed for {N} steps"):
         draw(FORMS[name][0].stream(3), 3, [*range(N), N])

@@ -1,4 +1,4 @@
-"""DiSK: the filter by hand, both forms, per-record combination before the clip, and less error on a drifting target."""
+"""DiSK: the recursion, one and two gradients per step, per-record combination before clipping."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def gradient(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("kappa", "gamma"), SETTINGS)
 def test_the_path_is_that_of_the_formulas(kappa: float, gamma: float | None) -> None:
-    """The recursion of the paper with plain gradient steps, in so many lines."""
+    """The recursion of the paper with plain gradient steps."""
     far = (1 - kappa) / kappa if gamma is None else gamma
     share = (1 - kappa) / (kappa * far) if kappa < 1 else 0.0
     x = previous = torch.zeros(3, dtype=torch.float64)
     filtered = None
     p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     disk = DiSK(torch.optim.SGD([p], lr=0.05), kappa, gamma)
-    assert disk.gradients_a_step == (2 if gamma in (0.5, 2.0) else 1)
+    assert disk.gradients_per_step == (2 if gamma in (0.5, 2.0) else 1)
     for _ in range(12):
         new = share * gradient(x + far * (x - previous)) + (1 - share) * gradient(x)
         filtered = new if filtered is None else (1 - kappa) * filtered + kappa * new
@@ -51,7 +51,7 @@ def test_the_path_is_that_of_the_formulas(kappa: float, gamma: float | None) -> 
         disk.step()
         with disk.iterate():
             torch.testing.assert_close(p.detach(), x)
-    if disk.gradients_a_step == 2:
+    if disk.gradients_per_step == 2:
         torch.testing.assert_close(p.detach(), x)
 
 
@@ -70,7 +70,7 @@ def test_a_filter_that_takes_everything_is_the_optimizer_itself() -> None:
 def test_the_filter_lowers_the_error_on_a_drifting_quadratic(
     kappa: float, gamma: float | None
 ) -> None:
-    """Gradients of ½|x - c_t|² in much noise, for a slowly moving c: the filtered gradient is closer to the truth."""
+    """Noisy gradients of ½|x - c_t|² for a slowly moving c: the filter reduces their error."""
     torch.manual_seed(0)
     p = nn.Parameter(torch.zeros(2000))
     disk = DiSK(torch.optim.SGD([p], lr=0.02), kappa, gamma)
@@ -102,14 +102,11 @@ def run_with(
         "batch_size": 8,
         "seed": 1,
     } | settings
-    return (
-        model,
-        disk,
-        dpkfc.make_private(model, disk, data, **{"loss": dpkfc.losses.cross_entropy, **settings}),
-    )
+    settings = {"loss": dpkfc.losses.cross_entropy, **settings}
+    return model, disk, dpkfc.make_private(model, disk, data, **settings)
 
 
-def go(model: nn.Module, disk: DiSK, run: dpkfc.PrivateRun, steps: int = 10) -> None:
+def train(model: nn.Module, disk: DiSK, run: dpkfc.PrivateRun, steps: int = 10) -> None:
     for x, y in run.loader.take(steps):
         disk.backward(lambda x=x, y=y: F.cross_entropy(model(x), y))
         disk.step()
@@ -123,7 +120,7 @@ def go(model: nn.Module, disk: DiSK, run: dpkfc.PrivateRun, steps: int = 10) -> 
 def test_two_gradients_are_combined_record_by_record_before_the_clip(
     geometry: Any, chunk: int | None
 ) -> None:
-    """Against one autograd pass a record at either point, without noise. The map is read off the run."""
+    """Against one autograd pass per record and point, without noise. The map is the run's."""
     kappa, gamma, clip = 0.6, 0.5, 0.05
     share = (1 - kappa) / (kappa * gamma)
     model, disk, run = run_with(
@@ -178,13 +175,13 @@ def test_resuming_continues_bit_for_bit(
     maker: Any, kappa: float, gamma: float | None, tmp_path: Path
 ) -> None:
     model, disk, run = run_with(maker, kappa, gamma)
-    go(model, disk, run, 10)
-    first, its_disk, stopped = run_with(maker, kappa, gamma)
-    go(first, its_disk, stopped, 4)
+    train(model, disk, run, 10)
+    first, first_disk, stopped = run_with(maker, kappa, gamma)
+    train(first, first_disk, stopped, 4)
     stopped.save(tmp_path / "kept")
-    again, its_disk, resumed = run_with(maker, kappa, gamma, seed=9)
+    again, second_disk, resumed = run_with(maker, kappa, gamma, seed=9)
     resumed.load(tmp_path / "kept")
-    go(again, its_disk, resumed, 6)
+    train(again, second_disk, resumed, 6)
     assert all(
         torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
     )
@@ -194,7 +191,7 @@ def test_schedulers_reach_the_optimizer_inside_also_after_a_resume() -> None:
     model, disk, run = run_with(MAKERS["sgd"], 0.7, None)
     disk.load_state_dict(disk.state_dict())
     scheduler = torch.optim.lr_scheduler.StepLR(disk, 1, 0.5)
-    go(model, disk, run, 1)
+    train(model, disk, run, 1)
     scheduler.step()
     assert disk.optimizer.param_groups[0]["lr"] == 0.05
 
@@ -210,12 +207,12 @@ def test_the_corrected_second_moment_knows_what_the_filter_leaves() -> None:
     ("settings", "message"), [({"kappa": 0.0}, "kappa=0.0"), ({"gamma": -1.0}, "gamma=-1.0")]
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(dpkfc.PrivacyError, match=message):
+    with pytest.raises(ValueError, match=message):
         DiSK(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1), **settings)
 
 
-def test_joining_passes_over_different_records_is_refused_before_anything_is_spent() -> None:
-    """Two records in one row would be clipped as one, and together move the sum by more than the clip."""
+def test_accumulating_passes_over_different_records_is_refused_before_anything_is_spent() -> None:
+    """Two records in one row would be clipped as one and move the sum by more than the clip."""
     # "unchecked": the comparison with the loss would refuse it too
     settings = {"max_physical_batch_size": 2, "batch_size": 30, "loss": "unchecked"}
     model, _, run = run_with(MAKERS["sgd"], 0.7, None, **settings)

@@ -182,7 +182,7 @@ def test_weights_are_a_function_of_the_released_gradients_alone(name: str) -> No
     alone = copy.deepcopy(model)
     optimizer = OPTIMIZERS[name](model.parameters())
     two = (
-        getattr(optimizer, "gradients_a_step", 1) == 2
+        getattr(optimizer, "gradients_per_step", 1) == 2
     )  # its gradients are not those of the loss at one point
     private = begin(model, optimizer=optimizer, loss="unchecked" if two else cross_entropy)
     released: list[list[Tensor]] = []
@@ -570,8 +570,8 @@ class Driven:
 def test_the_tail_of_the_noise_is_not_cut(
     word: int, tail: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kills: noise/rng.py `_lane_of_normals` without `_sharpen_tail_`, or with radii or normals clamped at 5.8, 6.5 or
-    7.5; `_sharpen_tail_` that adds no fraction; run.py `_release` or `add_lanes_` that clamps the noise.
+    """Kills: noise/rng.py `_lane_of_normals` without `_refine_tail_`, or with radii or normals clamped at 5.8, 6.5 or
+    7.5; `_refine_tail_` that adds no fraction; run.py `_release` or `add_lanes_` that clamps the noise.
 
     All words of the cipher are the same small number: radii and angles follow by Box and Muller's formula.
     """

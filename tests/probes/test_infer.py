@@ -1,4 +1,4 @@
-"""The probe of a model that declares what it reads, and the refusal of one that does not."""
+"""The probe of a model that declares its inputs, and the error for one that does not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import nn
 
 from dpkfc.app.models.cnn import paper_cnn
 from dpkfc.app.models.mlp import mlp
-from dpkfc.errors import PrivacyError
 from dpkfc.probes.infer import infer_probe
 from dpkfc.probes.pink import PinkNoise
 from dpkfc.probes.probe import call
@@ -20,7 +19,7 @@ from dpkfc.probes.tokens import Tokens
 
 
 def runs(model: nn.Module) -> Any:
-    """The model's output on what its inferred probe draws."""
+    """The output of the model on the probes that were inferred for it."""
     return call(model, infer_probe(model).draw(3, torch.Generator().manual_seed(0)).inputs)
 
 
@@ -66,8 +65,8 @@ def test_hugging_face_text_models_declare_their_vocabulary() -> None:
     transformers = pytest.importorskip("transformers")
     bert = transformers.BertForSequenceClassification(
         transformers.BertConfig(
-            vocab_size=60, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
-            max_position_embeddings=24, pad_token_id=7,
+            vocab_size=60, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+            intermediate_size=8, max_position_embeddings=24, pad_token_id=7,
         )
     )  # fmt: skip
     probe = infer_probe(bert)
@@ -138,9 +137,9 @@ def test_configurations_are_read_with_care() -> None:
         nn.Sequential(),
     ],
 )
-def test_a_model_that_does_not_say_what_it_reads_is_refused(model: nn.Module) -> None:
+def test_a_model_that_does_not_declare_its_inputs_is_refused(model: nn.Module) -> None:
     with pytest.raises(
-        PrivacyError, match=r"Pass probe=dpkfc.probes.PinkNoise\(shape=.*or set model.input_shape"
+        ValueError, match=r"Pass probe=dpkfc.probes.PinkNoise\(shape=.*or set model.input_shape"
     ):
         infer_probe(model)
 
@@ -150,7 +149,7 @@ def test_a_declaration_that_makes_no_sense_is_named(shape: Any) -> None:
     model = nn.Identity()
     model.input_shape = shape
     with pytest.raises(
-        PrivacyError, match=r"model.input_shape=.*: give \(features,\) or \(channels, \*grid\)"
+        ValueError, match=r"model.input_shape=.*: give \(features,\) or \(channels, \*grid\)"
     ):
         infer_probe(model)
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpkfc.errors import PrivacyError
 from dpkfc.probes.pink import PinkNoise
 from dpkfc.probes.probe import Probe, Probes, call, split, to, token_ids
 from dpkfc.probes.public import Hybrid, PublicData
@@ -76,7 +75,7 @@ def test_a_draw_has_as_many_probes_as_asked_for(name: str) -> None:
     probe = PROBES[name]
     assert probe.public and probe.name and probe.count >= 8
     assert all(len(part) == 3 for part in flat(probe.draw(3, torch.Generator())))
-    with pytest.raises(PrivacyError, match=r"draw: count=0: give a whole number, 1 or more"):
+    with pytest.raises(ValueError, match=r"draw: count=0: give a whole number, 1 or more"):
         probe.draw(0, torch.Generator())
 
 

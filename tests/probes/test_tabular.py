@@ -7,7 +7,6 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from dpkfc.errors import PrivacyError
 from dpkfc.probes.tabular import SparseTabular, Tabular
 
 
@@ -36,7 +35,7 @@ def test_sparse_rows_are_sparse_positive_and_of_length_one(exponent: float) -> N
 
 
 def test_the_first_feature_drawn_follows_the_law() -> None:
-    """With one non-zero a row, which one it is has exactly p ∝ 1/(rank + 2.7)."""
+    """With one non-zero entry per row, its column has exactly p ∝ 1/(rank + 2.7)."""
     often = (rows(Tabular.sparse(20, nonzeros=1), 20_000) > 0).sum(0)
     weight = np.array([1 / (rank + 2.7) for rank in range(1, 21)])
     assert chisquare(often, 20_000 * weight / weight.sum()).pvalue > 1e-3
@@ -48,7 +47,7 @@ def test_frequent_features_weigh_less() -> None:
     often = (x > 0).mean(0)
     assert often[0] > 5 * often[200]
     assert typical[200] > 1.5 * typical[0]
-    # the median of a log-normal count is 1, so what is left is the weight 1 + log(1/π), π measured here
+    # The median of a log-normal count is 1, so the median value is the weight 1 + log(1/π).
     for j in (0, 5, 50):
         assert typical[j] == pytest.approx(1 - np.log(often[j]), rel=0.12)
 
@@ -98,5 +97,5 @@ def test_a_single_feature_is_enough() -> None:
     ],
 )
 def test_bad_arguments_are_named(make: object, message: str) -> None:
-    with pytest.raises(PrivacyError, match=message):
+    with pytest.raises(ValueError, match=message):
         make()  # type: ignore[operator]

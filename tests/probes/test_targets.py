@@ -1,4 +1,4 @@
-"""The probe loss: one number a probe, by its formula, against targets of the right form."""
+"""The probe loss: one number per probe, by its formula, against targets of the right form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from dpkfc.errors import PrivacyError
 from dpkfc.probes.probe import Probes
 from dpkfc.probes.targets import probe_losses
 from dpkfc.probes.tokens import Tokens
@@ -29,7 +28,7 @@ def text(rows: int, length: int = 8, **options: Any) -> Probes:
 
 
 def logits_that_tell(classes: int, *shape: int) -> Tensor:
-    """Logits [*shape, classes] under which class k costs k + const: the loss reveals the target drawn."""
+    """Logits [*shape, classes] with loss k + const for class k: the loss reveals the target."""
     return (-torch.arange(classes, dtype=torch.float32)).expand(*shape, classes).clone()
 
 
@@ -38,7 +37,7 @@ def cost(classes: int) -> Tensor:
 
 
 def revealed(values: Tensor, classes: int) -> Tensor:
-    """The class that each loss belongs to."""
+    """The class of each loss."""
     distance, found = (values[..., None] - cost(classes)).abs().min(-1)
     assert distance.max() < 1e-4
     return found
@@ -125,7 +124,7 @@ def test_mse_is_a_sum_of_squares_to_standard_normal_targets() -> None:
     values.sum().backward()
     targets = 2.0 - outputs.grad / 2
     assert targets.mean().abs() < 0.03 and targets.std().item() == pytest.approx(1, abs=0.03)
-    assert losses("mse", torch.randn(5)).shape == (5,)  # one number a sample
+    assert losses("mse", torch.randn(5)).shape == (5,)  # one number per sample
     column = Probes(torch.zeros(2, 1), torch.tensor([1.0, 5.0]))
     assert losses("mse", torch.tensor([[3.0], [3.0]]), column).tolist() == [4, 4]
     assert losses("mse", torch.tensor([[3.0], [4.0]]), column).tolist() == [4, 1]
@@ -221,7 +220,7 @@ def test_hugging_face_outputs_have_logits() -> None:
     outputs = pytest.importorskip("transformers.modeling_outputs")
     found = outputs.SequenceClassifierOutput(logits=torch.zeros(5, 4))
     assert losses("cross_entropy", found).shape == (5,)
-    with pytest.raises(PrivacyError, match=r"returned BaseModelOutput without logits: pass loss="):
+    with pytest.raises(TypeError, match=r"returned BaseModelOutput without logits: pass loss="):
         losses("cross_entropy", outputs.BaseModelOutput(last_hidden_state=torch.zeros(5, 4)))
 
 
@@ -248,36 +247,162 @@ def test_a_loss_of_the_users_own_sees_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "output", "probes", "options", "message"),
+    ("loss", "output", "probes", "options", "error", "message"),
     [
-        (lambda *_: torch.tensor(1.0), None, IMAGES, {}, r"returned torch.float32 of shape \(\) for 5 probes.*\(5,\)"),
-        (lambda *_: torch.ones(5, 1), None, IMAGES, {}, r"of shape \(5, 1\)"),
-        (lambda *_: torch.ones(5).long(), None, IMAGES, {}, r"returned torch.int64"),
-        (lambda *_: 1.0, None, IMAGES, {}, r"loss= returned float for 5 probes"),
-        ("hinge", torch.zeros(5, 4), IMAGES, {}, r"loss='hinge': give one of cross_entropy, mse"),
-        ("cross_entropy", torch.zeros(5, 4), IMAGES, {"classes": 10}, r"classes=10, but the model's output has 4"),
-        ("bce", torch.zeros(5, 4), IMAGES, {"classes": 2}, r"classes=2, but the model's output has 4"),
-        ("masked_lm", torch.zeros(5, 8, 30), text(5), {"classes": 31}, r"classes=31.*has 30"),
-        ("next_token", torch.zeros(5, 8, 30), text(5), {"classes": 31}, r"classes=31.*has 30"),
-        ("cross_entropy", torch.zeros(5, 1), IMAGES, {}, r"two or more classes.*\(5, 1\): use loss='bce'"),
-        ("cross_entropy", torch.zeros(5), IMAGES, {}, r"two or more classes"),
-        ("cross_entropy", "text", IMAGES, {}, r"returned str without logits"),
-        ("cross_entropy", torch.zeros(()), IMAGES, {}, r"shape \(\) for 5 probes: the leading dimension"),
-        ("mse", torch.zeros(4, 3), IMAGES, {}, r"shape \(4, 3\) for 5 probes"),
-        ("masked_lm", torch.zeros(5, 4), IMAGES, {}, r"shape \(5, 4\) and no token ids: use Tokens"),
-        ("next_token", torch.zeros(5, 9, 30), text(5), {}, r"\(5, 9, 30\) and ids of shape \(5, 8\)"),
-        ("next_token", torch.zeros(5, 1, 30), text(5, length=1), {}, r"length 1 have no next token: raise"),
-        ("next_token", torch.zeros(1, 2, 9), Probes(torch.ones(1, 2).long(), torch.ones(1)), {}, r"one target a token"),
-        ("cross_entropy", torch.zeros(2, 9), Probes(torch.ones(2, 2), torch.tensor([1, 9])), {}, r"to 9, but .* 9 c"),
-        ("cross_entropy", torch.zeros(2, 9), Probes(torch.ones(2, 2), torch.tensor([-1, 0])), {}, r"from -1 to 0"),
-        ("cross_entropy", torch.zeros(2, 9), Probes(torch.ones(2, 2), torch.ones(2)), {}, r"float32.*class ids"),
-        ("cross_entropy", torch.zeros(2, 9), Probes(torch.ones(2, 2), torch.ones(2, 9).long()), {}, r"of shape \(2,\)"),
-        ("mse", torch.zeros(2, 3), Probes(torch.ones(2, 2), torch.ones(2)), {}, r"targets have shape \(2,\).*\(2, 3\)"),
-        ("bce", torch.zeros(2, 3), Probes(torch.ones(2, 2), torch.ones(2)), {}, r"targets have shape \(2,\).*\(2, 3\)"),
+        (
+            lambda *_: torch.tensor(1.0),
+            None,
+            IMAGES,
+            {},
+            ValueError,
+            r"returned torch.float32 of shape \(\) for 5 probes.*\(5,\)",
+        ),
+        (lambda *_: torch.ones(5, 1), None, IMAGES, {}, ValueError, r"of shape \(5, 1\)"),
+        (lambda *_: torch.ones(5).long(), None, IMAGES, {}, ValueError, r"returned torch.int64"),
+        (lambda *_: 1.0, None, IMAGES, {}, TypeError, r"loss= returned float for 5 probes"),
+        (
+            "hinge",
+            torch.zeros(5, 4),
+            IMAGES,
+            {},
+            ValueError,
+            r"loss='hinge': give one of cross_entropy, mse",
+        ),
+        (
+            "cross_entropy",
+            torch.zeros(5, 4),
+            IMAGES,
+            {"classes": 10},
+            ValueError,
+            r"classes=10, but the model's output has 4",
+        ),
+        (
+            "bce",
+            torch.zeros(5, 4),
+            IMAGES,
+            {"classes": 2},
+            ValueError,
+            r"classes=2, but the model's output has 4",
+        ),
+        (
+            "masked_lm",
+            torch.zeros(5, 8, 30),
+            text(5),
+            {"classes": 31},
+            ValueError,
+            r"classes=31.*has 30",
+        ),
+        (
+            "next_token",
+            torch.zeros(5, 8, 30),
+            text(5),
+            {"classes": 31},
+            ValueError,
+            r"classes=31.*has 30",
+        ),
+        (
+            "cross_entropy",
+            torch.zeros(5, 1),
+            IMAGES,
+            {},
+            ValueError,
+            r"two or more classes.*\(5, 1\): use loss='bce'",
+        ),
+        ("cross_entropy", torch.zeros(5), IMAGES, {}, ValueError, r"two or more classes"),
+        ("cross_entropy", "text", IMAGES, {}, TypeError, r"returned str without logits"),
+        (
+            "cross_entropy",
+            torch.zeros(()),
+            IMAGES,
+            {},
+            ValueError,
+            r"shape \(\) for 5 probes: the leading dimension",
+        ),
+        ("mse", torch.zeros(4, 3), IMAGES, {}, ValueError, r"shape \(4, 3\) for 5 probes"),
+        (
+            "masked_lm",
+            torch.zeros(5, 4),
+            IMAGES,
+            {},
+            ValueError,
+            r"shape \(5, 4\) and no token ids: use Tokens",
+        ),
+        (
+            "next_token",
+            torch.zeros(5, 9, 30),
+            text(5),
+            {},
+            ValueError,
+            r"\(5, 9, 30\) and ids of shape \(5, 8\)",
+        ),
+        (
+            "next_token",
+            torch.zeros(5, 1, 30),
+            text(5, length=1),
+            {},
+            ValueError,
+            r"length 1 have no next token: raise",
+        ),
+        (
+            "next_token",
+            torch.zeros(1, 2, 9),
+            Probes(torch.ones(1, 2).long(), torch.ones(1)),
+            {},
+            ValueError,
+            r"one target per token",
+        ),
+        (
+            "cross_entropy",
+            torch.zeros(2, 9),
+            Probes(torch.ones(2, 2), torch.tensor([1, 9])),
+            {},
+            ValueError,
+            r"to 9, but .* 9 c",
+        ),
+        (
+            "cross_entropy",
+            torch.zeros(2, 9),
+            Probes(torch.ones(2, 2), torch.tensor([-1, 0])),
+            {},
+            ValueError,
+            r"from -1 to 0",
+        ),
+        (
+            "cross_entropy",
+            torch.zeros(2, 9),
+            Probes(torch.ones(2, 2), torch.ones(2)),
+            {},
+            ValueError,
+            r"float32.*class ids",
+        ),
+        (
+            "cross_entropy",
+            torch.zeros(2, 9),
+            Probes(torch.ones(2, 2), torch.ones(2, 9).long()),
+            {},
+            ValueError,
+            r"of shape \(2,\)",
+        ),
+        (
+            "mse",
+            torch.zeros(2, 3),
+            Probes(torch.ones(2, 2), torch.ones(2)),
+            {},
+            ValueError,
+            r"targets have shape \(2,\).*\(2, 3\)",
+        ),
+        (
+            "bce",
+            torch.zeros(2, 3),
+            Probes(torch.ones(2, 2), torch.ones(2)),
+            {},
+            ValueError,
+            r"targets have shape \(2,\).*\(2, 3\)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_named(
-    loss: Any, output: Any, probes: Probes, options: Any, message: str
+    loss: Any, output: Any, probes: Probes, options: Any, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(PrivacyError, match=message):
+    with pytest.raises(error, match=message):
         losses(loss, output, probes, **options)

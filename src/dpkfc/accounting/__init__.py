@@ -1,0 +1,1 @@
+"""From mechanisms to epsilon: events, calibration, selection, and a ledger on disk."""

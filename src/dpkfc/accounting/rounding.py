@@ -1,19 +1,20 @@
-"""How an epsilon is printed: rounded up, so that what is printed is still an upper bound."""
+"""How an epsilon is printed: rounded up, so that the printed number is still an upper bound."""
 
 from __future__ import annotations
 
 import math
 from decimal import ROUND_CEILING, Context
 
-LONGEST = 7  # digits before the point, or zeros behind it, that are written out
+MAX_PLAIN_DIGITS = 7  # numbers with more digits or zeros are written with an exponent
 
 
 def round_up(value: float, digits: int = 4) -> str:
     """`value` as text with at most `digits` significant digits, rounded up.
 
-    **Guarantee.** ``float(round_up(value)) >= value``. A number that has so few digits already stays as it is, and
-    zeros at its end are not printed. Rounding is done in decimal numbers: ``math.ceil(1000 * value) / 1000`` can be
-    wrong by one in the last digit, in either direction.
+    A number with so few digits stays as it is. Trailing zeros are not printed.
+
+    **Guarantee.** ``float(round_up(value)) >= value``. Rounding is done in decimal numbers:
+    ``math.ceil(1000 * value) / 1000`` can be wrong by one in the last digit, in either direction.
 
     >>> round_up(2.46494), round_up(2.46494, 2), round_up(3.0), round_up(float("inf"))
     ('2.465', '2.5', '3', 'inf')
@@ -28,6 +29,6 @@ def round_up(value: float, digits: int = 4) -> str:
     context = Context(prec=digits, rounding=ROUND_CEILING)
     # repr() is the shortest text that reads back as the same float, so 0.1 stays 0.1.
     rounded = context.create_decimal(repr(number)).normalize(context)
-    if rounded.is_zero() or -LONGEST < rounded.adjusted() < LONGEST:
+    if rounded.is_zero() or -MAX_PLAIN_DIGITS < rounded.adjusted() < MAX_PLAIN_DIGITS:
         return f"{rounded:f}"
     return f"{rounded:e}"

@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dpkfc.diagnostics.passes import AnyLoss, Examples, copy_of
 from dpkfc.diagnostics.result import DiagnosticResult, empty_table, is_probe, privacy_statement
 from dpkfc.geometry.probing import Probing
-from dpkfc.probes.arguments import real, whole
+from dpkfc.probes.arguments import check_integer, check_number
 from dpkfc.probes.probe import call, to
 from dpkfc.probes.targets import probe_losses
 from dpkfc.tables import TextTable
@@ -77,10 +77,10 @@ class Quadrature:
             points: number of positions.
             width: standard deviation of the Gaussian, 1% of the range by default.
         """
-        whole("points", points, 2)
+        check_integer("points", points, 2)
         low, high = self.extremes
         spread = 0.01 * (high - low) or 0.01 * max(abs(high), 1e-12)
-        width = spread if width is None else real("width", width, above=0)
+        width = spread if width is None else check_number("width", width, above=0)
         positions = torch.linspace(low - 4 * width, high + 4 * width, points, dtype=torch.float64)
         nodes, weights = self._tensors()
         exponents = ((positions[:, None] - nodes) / width) ** 2
@@ -93,7 +93,7 @@ class Quadrature:
         Node k stands for d ω_k eigenvalues. Rank 1 is the largest node even if its weight is tiny:
         there is an eigenvalue at least as large.
         """
-        whole("points", points, 2)
+        check_integer("points", points, 2)
         nodes, weights = self._tensors()
         order = nodes.abs().argsort(descending=True)
         counts = self.size * weights[order].cumsum(0)
@@ -175,8 +175,8 @@ def hessian_density(
     """
     if matrix not in ("hessian", "ggn"):
         raise ValueError(f"matrix={matrix!r}: must be 'hessian' or 'ggn'")
-    whole("steps", steps, 1)
-    whole("vectors", vectors, 1)
+    check_integer("steps", steps, 1)
+    check_integer("vectors", vectors, 1)
     if isinstance(source, Mapping) and source and all(map(is_probe, source.values())):
         named = dict(source)
     else:

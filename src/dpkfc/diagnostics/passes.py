@@ -28,7 +28,7 @@ from dpkfc.engine.checks import check_model
 from dpkfc.geometry.probing import Probing
 from dpkfc.per_sample.base import HookedModule, LayerCall
 from dpkfc.per_sample.capture import GradientCapture
-from dpkfc.probes.arguments import whole
+from dpkfc.probes.arguments import check_integer
 from dpkfc.probes.targets import Loss
 
 AnyLoss = Loss | Callable[[nn.Module, Any], Tensor]
@@ -93,7 +93,7 @@ class Examples:
                 "dpkfc.probes.Oracle(records, labels=True)"
             )
         if self.count is not None:
-            whole("probes", self.count, 1)
+            check_integer("probes", self.count, 1)
 
     def passes(
         self, model: nn.Module, capture: GradientCapture

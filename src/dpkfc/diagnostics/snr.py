@@ -20,7 +20,7 @@ from dpkfc.diagnostics.passes import AnyLoss, Examples, Reduction, watched
 from dpkfc.diagnostics.result import DiagnosticResult, empty_table, privacy_statement
 from dpkfc.diagnostics.step import Clip, Step, beside_dp_sgd, step_of
 from dpkfc.geometry.base import Geometry
-from dpkfc.probes.arguments import real, whole
+from dpkfc.probes.arguments import check_integer, check_number
 from dpkfc.tables import TextTable
 
 
@@ -120,8 +120,8 @@ def layer_snr(
     >>> list(snr.geometries), snr.privacy
     (['DP-SGD', 'DP-KFC'], 'public: probes and weights only')
     """
-    sigma = real("noise_multiplier", noise_multiplier, above=0)
-    batch_size = whole("batch_size", batch_size, 1)
+    sigma = check_number("noise_multiplier", noise_multiplier, above=0)
+    batch_size = check_integer("batch_size", batch_size, 1)
     examples = Examples(source, loss, loss_reduction, probes, seed)
     compared = beside_dp_sgd(geometry)
     with watched(model, vmap_modules) as (copied, capture):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dpkfc.diagnostics.factors import kronecker_factors, named_sources
 from dpkfc.diagnostics.result import DiagnosticResult, empty_table, privacy_statement
 from dpkfc.geometry.factors import Spectrum
-from dpkfc.probes.arguments import whole
+from dpkfc.probes.arguments import check_integer
 from dpkfc.probes.probe import Probe
 from dpkfc.probes.targets import Loss
 from dpkfc.tables import TextTable
@@ -98,7 +98,7 @@ def kronecker_spectrum(
     10
     """
     named = named_sources(sources)
-    points = whole("points", points, 2)
+    points = check_integer("points", points, 2)
     spectra: dict[str, tuple[LayerSpectrum, ...]] = {}
     for name, source in named.items():
         factors = kronecker_factors(

@@ -1,4 +1,8 @@
-"""Gaussian noise for a run: independent, or correlated over steps by a factorization of the workload."""
+"""Gaussian noise for a run: independent, or correlated over steps by a matrix factorization.
+
+The classes here are recipes: ``factorize(workload, n, separation)`` makes the strategy matrix C for
+a run of n steps. The notation is explained in `dpkfc.noise.factorization`.
+"""
 
 from dpkfc.noise.auto import Auto
 from dpkfc.noise.banded import Banded

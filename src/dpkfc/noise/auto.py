@@ -12,8 +12,12 @@ class Auto:
     """The noise with the smallest error on the workload at the same epsilon.
 
     Args:
-        max_buffers: vectors of the model's size that the noise may keep in memory.
-        workload: how noise accumulates in the parameters; by default that of the optimizer.
+        max_buffers: memory for past noise, in vectors of the model's size.
+        workload: how noise accumulates in the parameters. By default that of the optimizer.
+
+    >>> import dpkfc
+    >>> dpkfc.noise.Auto(max_buffers=4)
+    Auto(max_buffers=4, workload=None)
     """
 
     max_buffers: int = 16

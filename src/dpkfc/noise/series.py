@@ -1,7 +1,7 @@
-"""Power series, the generating functions of lower-triangular Toeplitz matrices.
+"""Power series: the generating functions of lower-triangular Toeplitz matrices.
 
-A sequence c_0, c_1, ... stands for the matrix with c_{i-j} at row i, column j. Products of matrices are
-products of series, so roots and inverses of matrices are those of series.
+A series c_0, c_1, ... represents the matrix with entry c_{i-j} at row i, column j. Products of
+matrices are products of series, so roots and inverses of matrices are roots and inverses of series.
 """
 
 from __future__ import annotations
@@ -11,17 +11,22 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.polynomial import polynomial
 from numpy.typing import NDArray
-from scipy.linalg import toeplitz
-from scipy.signal import lfilter
 
 Array = NDArray[np.float64]
-PIECE = 8192
+CHUNK = 8192  # coefficients that `filtered` computes at a time
+NEGLIGIBLE = 1e-200
 
 
 def quotient(
     numerator: Sequence[float] | Array, denominator: Sequence[float] | Array, n: int
 ) -> Array:
-    """The first `n` coefficients of ``numerator(z) / denominator(z)``."""
+    """The first `n` coefficients of ``numerator(z) / denominator(z)``.
+
+    >>> quotient([1.0], [1.0, -0.5], 4).tolist()
+    [1.0, 0.5, 0.25, 0.125]
+    """
+    from scipy.signal import lfilter
+
     impulse = np.zeros(n)
     impulse[0] = 1
     return np.asarray(lfilter(numerator, denominator, impulse))
@@ -32,28 +37,30 @@ def filtered(
 ) -> Array:
     """The first len(x) coefficients of ``x(z) numerator(z) / denominator(z)``.
 
-    In pieces, so that it can stop where a decaying answer has come to nothing: arithmetic on the denormal numbers
-    that it would go on with is a hundred times slower.
+    A decaying result ends in denormal numbers, on which arithmetic is a hundred times slower. So
+    the result is computed in chunks, and the rest is zero once it is negligible.
     """
-    out, nothing = np.zeros_like(x), 1e-200
-    last = int(np.flatnonzero(np.abs(x) > nothing).max(initial=-1))
+    from scipy.signal import lfilter
+
+    result = np.zeros_like(x)
+    last = int(np.flatnonzero(np.abs(x) > NEGLIGIBLE).max(initial=-1))
     state = np.zeros(max(len(numerator), len(denominator)) - 1)
-    for start in range(0, len(x), PIECE):
-        piece = slice(start, start + PIECE)
-        if start > last and np.abs(state).max(initial=0.0) <= nothing:
+    for start in range(0, len(x), CHUNK):
+        if start > last and np.abs(state).max(initial=0.0) <= NEGLIGIBLE:
             break
-        out[piece], state = lfilter(
-            numerator, denominator, np.where(np.abs(x[piece]) > nothing, x[piece], 0), zi=state
-        )
-    return out
+        chunk = x[start : start + CHUNK]
+        chunk = np.where(np.abs(chunk) > NEGLIGIBLE, chunk, 0)
+        result[start : start + CHUNK], state = lfilter(numerator, denominator, chunk, zi=state)
+    return result
 
 
 def power(
     numerator: Sequence[float], denominator: Sequence[float], exponent: float, n: int
 ) -> Array:
-    """The first `n` coefficients of ``F = (P/Q)^s``, in linear time for polynomials P, Q of fixed degree.
+    """The first `n` coefficients of ``F = (P/Q)^s``, in time O(n) for P, Q of fixed degree.
 
-    F solves the differential equation ``P Q F' = s (P'Q - PQ') F``, and so, with R = PQ and S = s (P'Q - PQ'),
+    F solves the differential equation ``P Q F' = s (P'Q - PQ') F``. With R = PQ and
+    S = s (P'Q - PQ'), its coefficients satisfy
 
         R_0 k f_k = Σ_{i≥0} S_i f_{k-1-i} - Σ_{i≥1} R_i (k-i) f_{k-i}.
 
@@ -63,23 +70,23 @@ def power(
     >>> power([1.0], np.convolve([1, -0.999], [1, -0.9]), 0.5, 4).round(8).tolist()
     [1.0, 0.9495, 0.90277538, 0.85951173]
     """
-    p, q = (
-        np.trim_zeros(np.asarray(numerator, float), "b"),
-        np.trim_zeros(np.asarray(denominator, float), "b"),
-    )
+    p = np.trim_zeros(np.asarray(numerator, float), "b")
+    q = np.trim_zeros(np.asarray(denominator, float), "b")
     r = np.convolve(p, q)
     s = exponent * polynomial.polysub(
         np.convolve(_derivative(p), q), np.convolve(p, _derivative(q))
     )
-    before, after = r[1:], np.atleast_1d(s)
+    r_tail = r[1:]
+    s = np.atleast_1d(s)
     f = np.zeros(n)
     f[0] = (p[0] / q[0]) ** exponent
-    weighted = np.zeros(n)  # k f_k
+    kf = np.zeros(n)  # k f_k
     for k in range(1, n):
-        a, b = min(k, len(after)), min(k, len(before))
-        total = after[:a] @ f[k - a : k][::-1] - before[:b] @ weighted[k - b : k][::-1]
-        weighted[k] = total / r[0]
-        f[k] = weighted[k] / k
+        i = min(k, len(s))
+        j = min(k, len(r_tail))
+        total = s[:i] @ f[k - i : k][::-1] - r_tail[:j] @ kf[k - j : k][::-1]
+        kf[k] = total / r[0]
+        f[k] = kf[k] / k
     return f
 
 
@@ -88,7 +95,15 @@ def _derivative(p: Array) -> Array:
 
 
 def lower_toeplitz(coefficients: Array, n: int) -> Array:
-    """The n x n lower-triangular Toeplitz matrix of a series (zero beyond its end)."""
+    """The n x n lower-triangular Toeplitz matrix of a series, which is zero beyond its end.
+
+    >>> lower_toeplitz(np.array([1.0, 0.5]), 3)
+    array([[1. , 0. , 0. ],
+           [0.5, 1. , 0. ],
+           [0. , 0.5, 1. ]])
+    """
+    from scipy.linalg import toeplitz
+
     column = np.zeros(n)
     column[: min(n, len(coefficients))] = coefficients[:n]
     return np.asarray(toeplitz(column, np.zeros(n)))

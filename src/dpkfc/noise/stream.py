@@ -1,10 +1,12 @@
-"""The stream ``w = C⁻¹ z``, step by step, added to the sums in place.
+"""Streams of the noise ``w = C⁻¹ z``, added to the gradient sums in place, step by step.
 
-z_t is the standard normal vector of the step's key, w_t a combination of it and of the past. Everything goes by
-lanes of the generator, small enough to stay in the processor's cache, so that the past is read from memory once.
+z_t is the standard normal vector of the key of step t. w_t is a linear combination of z_t and of
+the past. The computation goes lane by lane (`dpkfc.random`): a lane fits into the processor's
+cache, so that the past is read from memory once.
 
-Coefficients are float64, buffers float32. Rounding does not add up: whatever w_t is in the end, ``C w`` is z but for
-the rounding of each single step, and it is C w that the privacy argument is about.
+Coefficients are float64, buffers are float32. Rounding errors do not accumulate: whatever the
+computed w_t is, ``C w`` equals z up to the rounding error of each single step, and the privacy
+argument is about C w.
 """
 
 from __future__ import annotations
@@ -24,32 +26,38 @@ class Stream(Protocol):
     """The noise of a run."""
 
     def add_(self, sums: list[Tensor], key: bytes, scale: float, step: int) -> None:
-        """Add ``scale · w_step`` to the sums, read as one flat vector. Steps may be left out, never repeated."""
+        """Add ``scale · w_step`` to the sums, read as one flat vector.
+
+        Steps may be skipped, but not repeated. After a skipped step the stream restarts.
+        """
 
     def restart(self) -> None:
         """Forget the past, because some of it was lost.
 
-        From step r on the matrix is then C without the rows from r on of the columns before r. If C ≥ 0,
-        or if its bands reach no further than the next participation, each inner product
-        of columns gets smaller or stays, and so does the sensitivity: private as before, with somewhat more noise.
+        **Guarantee.** From step r on, the strategy matrix is then C with the rows from r on of the
+        columns before r set to zero. If C ≥ 0, or if p ≤ b, so that bands end before the next
+        participation, no inner product of columns grows, and so the sensitivity does not grow
+        either: the run stays as private, with somewhat more noise.
         """
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Refuse a state that this stream cannot have written; nothing is changed."""
+        """Raise if this stream cannot have written `state`. Nothing is changed."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class _Order:
-    """Steps come in order, each once; after a gap the stream starts anew."""
+class _OrderedSteps:
+    """Steps come in order, each at most once. After a gap the stream restarts."""
 
     _next = 0
 
-    def _take(self, step: int) -> None:
+    def _advance(self, step: int) -> None:
         if step < self._next:
-            raise PrivacyError(f"noise of step {step} was asked for again: it would be used twice")
+            raise PrivacyError(
+                f"the noise of step {step} was requested again: it would be used twice"
+            )
         if step > self._next:
             self.restart()
         self._next = step + 1
@@ -58,8 +66,8 @@ class _Order:
         raise NotImplementedError
 
 
-class _Buffers(_Order):
-    """Streams that keep vectors of the size of the model."""
+class _BufferedSteps(_OrderedSteps):
+    """Streams that keep vectors of the model's size."""
 
     def __init__(self, buffers: int, size: int) -> None:
         self._past = torch.zeros(buffers, size)
@@ -73,7 +81,7 @@ class _Buffers(_Order):
     def check_state(self, state: dict[str, Any]) -> None:
         _check_next(state)
         if len(self._past):
-            _same_shape(state.get("past"), self._past)
+            _check_buffers(state.get("past"), self._past)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.check_state(state)
@@ -82,10 +90,18 @@ class _Buffers(_Order):
         self._next = state["next"]
 
 
-class Ring(_Buffers):
-    """``w_t = lead z_t + Σ_{j≥1} lags_j past_{t-j}``: banded C keeps outputs w, banded C⁻¹ inputs z.
+class RingBufferStream(_BufferedSteps):
+    """``w_t = gain_t (lead_t z_t + Σ_{j≥1} lags_{t,j} past_{t-j})``.
 
-    Past step s is in row s mod K of the buffer, so that nothing is moved.
+    A banded C keeps past outputs w (before the gain), a banded C⁻¹ past inputs z. Step s is stored
+    in row s mod K of K buffers, so that nothing is moved.
+
+    Args:
+        size: parameters of the model.
+        buffers: K, the number of past steps.
+        row: maps t to (lead_t, lags_t).
+        gain: maps t to gain_t.
+        keeps: what the buffers hold.
     """
 
     def __init__(
@@ -97,12 +113,15 @@ class Ring(_Buffers):
         keeps: Literal["outputs", "inputs"],
     ) -> None:
         super().__init__(buffers, size)
-        self._row, self._gain, self._keeps = row, gain, keeps
+        self._row = row
+        self._gain = gain
+        self._keeps = keeps
 
     def add_(self, sums: list[Tensor], key: bytes, scale: float, step: int) -> None:
-        if len(self._past):  # without a past, independent noise goes to sums of any size
+        # Without a past, independent noise is added to sums of any size.
+        if len(self._past):
             _check_size(sums, self._past.shape[1])
-        self._take(step)
+        self._advance(step)
         lead, lags = self._row(step)
         if not len(self._past):
             add_normal_(sums, key, scale * lead * self._gain(step))
@@ -123,22 +142,24 @@ class Ring(_Buffers):
             start += len(z)
 
 
-class Regenerated(_Order):
-    """``w_t = Σ_j d_j z_{t-j}`` with the past z computed anew from the last p-1 keys: no buffers.
+class RegeneratedStream(_OrderedSteps):
+    """``w_t = Σ_j d_j z_{t-j}``, with past z recomputed from the last p-1 keys: no buffers.
 
-    The keys of past noise are kept (and go into checkpoints) where the ring keeps past noise itself.
+    Checkpoints contain these keys, where a `RingBufferStream` has the past noise itself.
     """
 
     def __init__(self, size: int, d: Array) -> None:
-        self._size, self._d = size, d
+        self._size = size
+        self._d = d
         self._keys: list[bytes] = []  # of the last steps, newest first
 
     def add_(self, sums: list[Tensor], key: bytes, scale: float, step: int) -> None:
         _check_size(sums, self._size)
-        self._take(step)
-        for coefficient, old in zip(self._d, [key, *self._keys], strict=False):
-            add_lanes_(sums, normal_lanes(old, self._size), scale * float(coefficient))
-        self._keys = [key, *self._keys][: len(self._d) - 1]
+        self._advance(step)
+        keys = [key, *self._keys]
+        for coefficient, step_key in zip(self._d, keys, strict=False):
+            add_lanes_(sums, normal_lanes(step_key, self._size), scale * float(coefficient))
+        self._keys = keys[: len(self._d) - 1]
 
     def restart(self) -> None:
         self._keys = []
@@ -150,7 +171,8 @@ class Regenerated(_Order):
         _check_next(state)
         if state.get("size") != self._size:
             raise PrivacyError(
-                f"the checkpoint holds noise for {state.get('size')} numbers, the run has {self._size}"
+                f"the checkpoint has noise for {state.get('size')} numbers, the run needs "
+                f"{self._size}: load it into the model that it was saved from"
             )
         keys = state.get("keys")
         if (
@@ -159,8 +181,8 @@ class Regenerated(_Order):
             or not all(is_key(key) for key in keys)
         ):
             raise PrivacyError(
-                f"the checkpoint should hold up to {len(self._d) - 1} keys of past noise: it is damaged or was "
-                "changed. Restore it from a backup"
+                f"the checkpoint should have up to {len(self._d) - 1} keys of past noise: it is "
+                "damaged or was changed. Restore it from a backup"
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -169,8 +191,8 @@ class Regenerated(_Order):
         self._next = state["next"]
 
 
-class States(_Buffers):
-    """``w_t = z_t - Σ_i ω_i s_i`` and then ``s_i ← λ_i s_i + w_t``: one buffer a pole."""
+class RecurrentStream(_BufferedSteps):
+    """``w_t = z_t - Σ_i ω_i s_i``, then ``s_i ← λ_i s_i + w_t``: one state buffer s_i per pole."""
 
     def __init__(self, size: int, weights: Array, poles: Array) -> None:
         super().__init__(len(poles), size)
@@ -179,15 +201,15 @@ class States(_Buffers):
 
     def add_(self, sums: list[Tensor], key: bytes, scale: float, step: int) -> None:
         _check_size(sums, self._past.shape[1])
-        self._take(step)
+        self._advance(step)
         add_lanes_(sums, self._lanes(key), scale)
 
     def _lanes(self, key: bytes) -> Iterator[Tensor]:
         start = 0
         for z in normal_lanes(key, self._past.shape[1]):
-            past = self._past[:, start : start + len(z)]
-            w = torch.addmv(z, past.T, self._weights, alpha=-1)
-            past.mul_(self._poles).add_(w)
+            states = self._past[:, start : start + len(z)]
+            w = torch.addmv(z, states.T, self._weights, alpha=-1)
+            states.mul_(self._poles).add_(w)
             yield w
             start += len(z)
 
@@ -196,29 +218,30 @@ def _check_size(sums: list[Tensor], size: int) -> None:
     given = sum(tensor.numel() for tensor in sums)
     if given != size:
         raise PrivacyError(
-            f"this noise is for {size} numbers, not for {given}: the set of trainable parameters must stay the same"
+            f"this noise is for {size} numbers, not for {given}: the set of trainable parameters "
+            "must stay the same"
         )
 
 
 def _check_next(state: dict[str, Any]) -> None:
-    following = state.get("next")
-    if type(following) is not int or following < 0:
+    step = state.get("next")
+    if type(step) is not int or step < 0:
         raise PrivacyError(
-            f"the noise of the checkpoint goes on at step {following!r}, which is no step: it is damaged or was "
-            "changed. Restore it from a backup"
+            f"the noise of the checkpoint continues at step {step!r}, which is not a step: it is "
+            "damaged or was changed. Restore it from a backup"
         )
 
 
-def _same_shape(given: Any, own: Tensor) -> None:
+def _check_buffers(given: Any, own: Tensor) -> None:
     if (
         not isinstance(given, Tensor)
         or given.shape != own.shape
         or not bool(torch.isfinite(given).all())
     ):
-        found = (
-            f"of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
-        )
+        is_tensor = isinstance(given, Tensor)
+        description = f"of shape {tuple(given.shape)}" if is_tensor else type(given).__name__
         raise PrivacyError(
-            f"the checkpoint holds noise buffers {found}, the run needs finite ones of shape {tuple(own.shape)}: the "
-            "set of trainable parameters or the noise has changed, or the checkpoint is damaged"
+            f"the checkpoint has noise buffers {description}, the run needs finite ones of shape "
+            f"{tuple(own.shape)}: the set of trainable parameters or the noise has changed, or the "
+            "checkpoint is damaged"
         )

@@ -1,4 +1,7 @@
-"""Optimizers that know the noise they see. All of it is post-processing of private gradients, and free."""
+"""Optimizers that use the known variance of the noise.
+
+They post-process private gradients, so they cost no privacy.
+"""
 
 from dpkfc.optim.adambc import DPAdamBC
 from dpkfc.optim.disk import DiSK

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 from torch.optim import Optimizer
 
 from dpkfc.noise.auto import Auto
-from dpkfc.noise.factorization import IDENTITY, REGENERATED, Factorization
+from dpkfc.noise.factorization import IDENTITY, MAX_REGENERATED_BANDS, Factorization
 from dpkfc.noise.independent import Independent
 from dpkfc.noise.toeplitz import (
     BandedSquareRoot,
@@ -75,7 +75,7 @@ def noise_candidates(max_buffers: int, turns: int) -> list[Noise]:
     for bands in sorted(widths):
         candidates += [BandedSquareRoot(bands), BandedToeplitz(bands)]
     candidates += [BufferedToeplitz(buffers) for buffers in (1, 2, 3) if buffers <= max_buffers]
-    regenerated = InverseSquareRoot(min(max(max_buffers + 1, REGENERATED), turns))
+    regenerated = InverseSquareRoot(min(max(max_buffers + 1, MAX_REGENERATED_BANDS), turns))
     return [*candidates, LambdaCGD(), regenerated]
 
 

@@ -1,4 +1,7 @@
-"""Where the inputs of a geometry come from: synthetic, public, or (`Oracle` only) private."""
+"""Probes: model inputs from which a geometry is computed.
+
+They are synthetic or public. Only `Oracle` reads private records, and its runs are not private.
+"""
 
 from dpkfc.probes.pink import PinkNoise
 from dpkfc.probes.public import Hybrid, Oracle, PublicData

@@ -1,46 +1,62 @@
-"""What a probe refuses to be made of."""
+"""Validation of arguments.
+
+Every function takes the name of the argument for the message, returns the valid value, and raises
+`TypeError` for a wrong type and `ValueError` for a wrong value.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from dpkfc.errors import PrivacyError
 
+def check_integer(argument: str, value: object, least: int) -> int:
+    """`value`, a whole number of at least `least`.
 
-def whole(where: str, value: object, least: int) -> int:
-    """`value` as a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise PrivacyError(f"{where}={value!r}: give a whole number, {least} or more")
+    >>> check_integer("count", 3, least=1)
+    3
+    """
+    message = f"{argument}={value!r}: give a whole number, {least} or more"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(message)
+    if value < least:
+        raise ValueError(message)
     return value
 
 
-def real(where: str, value: float, least: float = -math.inf, above: float = -math.inf) -> float:
-    """`value` if it is finite, at least `least` and greater than `above`."""
-    if not (
-        isinstance(value, int | float) and math.isfinite(value) and value >= least and value > above
-    ):
-        bound = (
-            f" greater than {above:g}"
-            if above > -math.inf
-            else f" of at least {least:g}" * (least > -math.inf)
-        )
-        raise PrivacyError(f"{where}={value!r}: give a finite number{bound}")
+def check_number(
+    argument: str, value: float, least: float = -math.inf, above: float = -math.inf
+) -> float:
+    """`value`, a finite number of at least `least` and greater than `above`."""
+    if above > -math.inf:
+        bound = f" greater than {above:g}"
+    elif least > -math.inf:
+        bound = f" of at least {least:g}"
+    else:
+        bound = ""
+    message = f"{argument}={value!r}: give a finite number{bound}"
+    if not isinstance(value, int | float):
+        raise TypeError(message)
+    if not (math.isfinite(value) and value >= least and value > above):
+        raise ValueError(message)
     return value
 
 
-def share(where: str, value: float) -> float:
-    """`value` if it lies in [0, 1]."""
-    if not (isinstance(value, int | float) and 0 <= value <= 1):
-        raise PrivacyError(f"{where}={value!r}: give a number from 0 to 1")
+def check_fraction(argument: str, value: float) -> float:
+    """`value`, a number in [0, 1]."""
+    message = f"{argument}={value!r}: give a number from 0 to 1"
+    if not isinstance(value, int | float):
+        raise TypeError(message)
+    if not 0 <= value <= 1:
+        raise ValueError(message)
     return value
 
 
-def distinct_ids(where: str, values: Sequence[int], size: int) -> tuple[int, ...]:
-    """`values` as a tuple of different whole numbers in [0, size)."""
-    found = tuple(int(value) for value in values)
-    outside = [value for value in found if not 0 <= value < size]
-    if outside or len(set(found)) < len(found):
-        wrong = f"holds {outside[0]}" if outside else "names an id twice"
-        raise PrivacyError(f"{where} {wrong}: give different whole numbers from 0 to {size - 1}")
-    return found
+def check_distinct_ids(argument: str, values: Sequence[int], size: int) -> tuple[int, ...]:
+    """`values` as a tuple of distinct whole numbers in [0, size)."""
+    ids = tuple(int(value) for value in values)
+    outside = [value for value in ids if not 0 <= value < size]
+    if outside or len(set(ids)) < len(ids):
+        problem = f"holds {outside[0]}" if outside else "names an id twice"
+        raise ValueError(f"{argument} {problem}: give different whole numbers from 0 to {size - 1}")
+    return ids

@@ -1,4 +1,4 @@
-"""What a probe is: a source of model inputs that owes nothing to the private records."""
+"""`Probe`: a source of model inputs that is independent of the private records."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-Inputs = (
-    Tensor | tuple[Tensor, ...] | dict[str, Tensor]
-)  # called as model(x), model(*x), model(**x)
+# Called as model(x), model(*x) or model(**x).
+Inputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Probes:
-    """A batch of probes; every tensor has the probes along its leading dimension.
+    """A batch of probes. The leading dimension of every tensor is the batch.
+
+    Args:
+        inputs: the inputs of the model.
+        targets: public targets. Without them the probe loss draws random ones.
+        active: [batch, positions], True where a token is not padding.
 
     >>> import torch
     >>> len(Probes({"input_ids": torch.zeros(4, 7, dtype=torch.long)}))
@@ -24,8 +28,8 @@ class Probes:
     """
 
     inputs: Inputs
-    targets: Tensor | None = None  # public ones; without them the probe loss draws its own
-    active: Tensor | None = None  # [batch, positions], True where a token is not padding
+    targets: Tensor | None = None
+    active: Tensor | None = None
 
     def __len__(self) -> int:
         return len(tensors(self.inputs)[0])
@@ -39,18 +43,18 @@ class Probe(Protocol):
 
     @property
     def public(self) -> bool:
-        """False if it reads the private records: the run then reports epsilon = inf."""
+        """False if it reads the private records. The run then reports epsilon = inf."""
 
     @property
     def count(self) -> int:
-        """How many probes a refresh draws by default."""
+        """The default number of probes per refresh."""
 
     def draw(self, count: int, generator: torch.Generator) -> Probes:
-        """`count` probes on the CPU, random by `generator` alone."""
+        """`count` probes on the CPU. All randomness comes from `generator`."""
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:
-    """The model's output, however it takes its inputs."""
+    """The output of the model, for inputs in any form."""
     if isinstance(inputs, Tensor):
         return model(inputs)
     return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
@@ -59,34 +63,39 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
 def split(probes: Probes, size: int) -> Iterator[Probes]:
     """The probes in chunks of at most `size`."""
     for start in range(0, len(probes), size):
-        yield _each(probes, lambda tensor, rows=slice(start, start + size): tensor[rows])  # type: ignore[misc]
+        yield _map_batch(probes, lambda tensor, rows=slice(start, start + size): tensor[rows])  # type: ignore[misc]
 
 
 def to(probes: Probes, device: torch.device | str, dtype: torch.dtype) -> Probes:
-    """The probes on `device`, floating-point inputs as `dtype`; ids, masks and targets keep their type."""
-    moved = _each(probes, lambda tensor: tensor.to(device))
-    return replace(
-        moved, inputs=_map(moved.inputs, lambda x: x.to(dtype) if x.is_floating_point() else x)
-    )
+    """The probes on `device`, with floating-point inputs as `dtype`.
+
+    Ids, masks and targets keep their type.
+    """
+    moved = _map_batch(probes, lambda tensor: tensor.to(device))
+    inputs = _map_inputs(moved.inputs, lambda x: x.to(dtype) if x.is_floating_point() else x)
+    return replace(moved, inputs=inputs)
 
 
 def token_ids(inputs: Inputs) -> Tensor | None:
-    """The token ids among the inputs: `input_ids`, or else the first input, if it holds 32- or 64-bit integers."""
-    first = (
-        inputs["input_ids"]
-        if isinstance(inputs, dict) and "input_ids" in inputs
-        else tensors(inputs)[0]
-    )
+    """The token ids among the inputs; None if there are none.
+
+    They are `input_ids`, or else the first input, if it holds 32- or 64-bit integers.
+    """
+    if isinstance(inputs, dict) and "input_ids" in inputs:
+        first = inputs["input_ids"]
+    else:
+        first = tensors(inputs)[0]
     return first if first.dtype in (torch.int32, torch.int64) else None
 
 
 def tensors(inputs: Inputs) -> list[Tensor]:
+    """The input tensors as a list."""
     if isinstance(inputs, Tensor):
         return [inputs]
     return list(inputs.values() if isinstance(inputs, dict) else inputs)
 
 
-def _map(inputs: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
+def _map_inputs(inputs: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
     if isinstance(inputs, Tensor):
         return function(inputs)
     if isinstance(inputs, dict):
@@ -94,8 +103,8 @@ def _map(inputs: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
     return tuple(function(tensor) for tensor in inputs)
 
 
-def _each(probes: Probes, function: Callable[[Tensor], Tensor]) -> Probes:
+def _map_batch(probes: Probes, function: Callable[[Tensor], Tensor]) -> Probes:
     targets, active = (
         tensor if tensor is None else function(tensor) for tensor in (probes.targets, probes.active)
     )
-    return Probes(_map(probes.inputs, function), targets, active)
+    return Probes(_map_inputs(probes.inputs, function), targets, active)

@@ -1,7 +1,8 @@
-"""Records: which part of one is the input, and do two data sets hold the same ones?
+"""Records: which part of a record is the input, and whether two data sets share records.
 
-Records are compared by a digest of their inputs. Labels, shapes, names and data types do not count: a record that was
-read from a file twice, cast, flattened, or given without its label is the same record.
+Records are compared by a digest of their inputs. Labels, shapes, names and data types do not count:
+a record that was read from a file twice, cast, flattened, or given without its label is the same
+record.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,14 +23,14 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 LABELS = ("label", "labels")
-SECONDS = 10.0  # for reading data sets record by record, public and private ones together
-NUMBERS = 2**22  # of a data set made of tensors, hashed at a time
+SECONDS = 10.0  # time to read public and private data sets record by record, in total
+NUMBERS = 2**22  # numbers of a data set of tensors that are hashed at a time
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Columns:
-    """A dict of tensors, record by record."""
+    """A dict of tensors as a map-style dataset."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
@@ -42,12 +43,14 @@ class Columns:
 
 
 def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
-    """Of a batch or of a record: the last of two or more elements is the label; of a dict, `label` or `labels`."""
+    """Split a batch or a record into inputs and label.
+
+    The label is the last of two or more elements; in a dict it is `label` or `labels`.
+    """
     if isinstance(batch, Mapping):
-        found = [batch[name] for name in LABELS if name in batch]
-        return {name: value for name, value in batch.items() if name not in LABELS}, found[
-            0
-        ] if found else None
+        inputs = {name: value for name, value in batch.items() if name not in LABELS}
+        labels = [batch[name] for name in LABELS if name in batch]
+        return inputs, labels[0] if labels else None
     if not isinstance(batch, tuple | list):
         return batch, None
     if len(batch) == 1:
@@ -56,7 +59,7 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
 
 
 def _plain(inputs: Any) -> Any:
-    """Inputs that came as one element of a record: a tensor, or themselves a dict or tuple."""
+    """Inputs that are one element of a record: a tensor, or themselves a dict or tuple."""
     if isinstance(inputs, Mapping):
         return dict(inputs)
     return tuple(inputs) if isinstance(inputs, list) else inputs
@@ -64,71 +67,82 @@ def _plain(inputs: Any) -> Any:
 
 @dataclass
 class Digests:
-    """Digests of the records of a data set, by their position in it."""
+    """Digests of the records of a data set, by position.
+
+    If `complete` is False, they are those of a random sample.
+    """
 
     at: dict[int, bytes] = field(default_factory=dict)
-    complete: bool = True  # otherwise `at` holds a random sample
+    complete: bool = True
 
 
 def digests(data: Any, deadline: float) -> Digests:
-    """Tensors are hashed completely, other data sets record by record, in random order, until the deadline.
+    """The digests of a data set.
 
-    `deadline` is a time of `time.monotonic()`. A record with nothing to compare in it (an object of an unknown class)
-    counts as not read.
+    Tensors are hashed completely, other data sets record by record, in random order, until
+    `deadline`, a time of `time.monotonic()`. A record without comparable content (an object of an
+    unknown class) counts as not read.
     """
-    found = Digests()
-    slow: list[tuple[Any, Rows, Rows]] = []
-    for part, rows, places in parts(data):
-        columns = _columns(part)
+    result = Digests()
+    slow_parts: list[tuple[Any, Rows, Rows]] = []
+    for part, rows, positions in parts(data):
+        columns = _largest_columns(part)
         if columns is None:
-            slow.append((part, rows, places))
+            slow_parts.append((part, rows, positions))
         else:
-            found.at.update(zip(places.tolist(), _hashed(columns, rows), strict=True))
+            row_digests = _digests_of_rows(columns, rows)
+            result.at.update(zip(positions.tolist(), row_digests, strict=True))
     with _same_randomness() as seed:
-        for part, row, place in _in_random_order(slow):
+        for part, row, position in _in_random_order(slow_parts):
             if time.monotonic() > deadline:
-                found.complete = False
+                result.complete = False
                 break
             seed()
             if (digest := digest_of(part[row])) is None:
-                found.complete = False
+                result.complete = False
             else:
-                found.at[place] = digest
-    return found
+                result.at[position] = digest
+    return result
 
 
-def _in_random_order(several: list[tuple[Any, Rows, Rows]]) -> Iterator[tuple[Any, int, int]]:
-    """Nobody can foresee which records are read before the time is over."""
+def _in_random_order(dataset_parts: list[tuple[Any, Rows, Rows]]) -> Iterator[tuple[Any, int, int]]:
+    """All records of the parts. Nobody can predict which ones are read before the deadline."""
     generator = np.random.default_rng(int.from_bytes(os.urandom(32), "big"))
-    which = np.repeat(np.arange(len(several)), [len(rows) for _, rows, _ in several])
-    rows, places = (np.concatenate([one[i] for one in several] or [which]) for i in (1, 2))
+    which = np.repeat(np.arange(len(dataset_parts)), [len(rows) for _, rows, _ in dataset_parts])
+    rows = np.concatenate([rows for _, rows, _ in dataset_parts] or [which])
+    positions = np.concatenate([positions for _, _, positions in dataset_parts] or [which])
     for at in generator.permutation(len(which)):
-        yield several[which[at]][0], int(rows[at]), int(places[at])
+        yield dataset_parts[which[at]][0], int(rows[at]), int(positions[at])
 
 
 def parts(
-    data: Any, rows: Rows | None = None, places: Rows | None = None
+    data: Any, rows: Rows | None = None, positions: Rows | None = None
 ) -> Iterator[tuple[Any, Rows, Rows]]:
-    """The data sets that one is made of; of each, which rows are used, and their positions in the whole."""
+    """The data sets of which `data` is composed by `Subset` and `ConcatDataset`.
+
+    Yields each with the rows that are used of it, and their positions in the whole.
+    """
     rows = np.arange(len(data)) if rows is None else rows
-    places = np.arange(len(rows)) if places is None else places
+    positions = np.arange(len(rows)) if positions is None else positions
     if type(data) is Subset:
-        yield from parts(data.dataset, np.asarray(data.indices, dtype=np.int64)[rows], places)
+        yield from parts(data.dataset, np.asarray(data.indices, dtype=np.int64)[rows], positions)
     elif type(data) is ConcatDataset:
         rows = np.where(rows < 0, rows + len(data), rows)
         begin = 0
         for part in data.datasets:
             end = begin + len(part)  # type: ignore[arg-type]
             here = (begin <= rows) & (rows < end)
-            yield from parts(part, rows[here] - begin, places[here])
+            yield from parts(part, rows[here] - begin, positions[here])
             begin = end
     else:
-        yield data, rows, places
+        yield data, rows, positions
 
 
 def digest_of(record: Any) -> bytes | None:
-    """Of the largest input of a record, or of all that are as large. What is smaller (an index, a length, a weight)
-    may differ from one copy of a data set to another. None if there is nothing to compare.
+    """The digest of the largest input of a record, or of all inputs of that size.
+
+    Smaller inputs (an index, a length, a weight) may differ between copies of a data set. None if
+    there is nothing to compare.
 
     >>> digest_of((torch.tensor([1.0, 2.0]), 7)) == digest_of({"x": np.array([1, 2]), "label": 3})
     True
@@ -144,7 +158,7 @@ def _digest(content: Any) -> bytes:
 
 
 def _leaves(value: Any) -> Iterator[tuple[int, bytes]]:
-    """Sizes and contents of what a record is made of; of a dict by name, in whatever order they come."""
+    """Sizes and contents of the parts of a record; those of a dict in the order of their names."""
     if isinstance(value, Mapping):
         for name in sorted(value, key=str):
             yield from _leaves(value[name])
@@ -160,16 +174,17 @@ def _leaves(value: Any) -> Iterator[tuple[int, bytes]]:
             yield from _leaves(item)
     else:  # an array, an image, numbers
         array = np.asarray(value)
-        if array.dtype.kind in "biuf":  # torch does not know all of them
-            yield from _leaves(
-                torch.from_numpy(array.astype(np.float64 if array.dtype.kind == "f" else np.int64))
-            )
+        if array.dtype.kind in "biuf":
+            # torch does not have all of numpy's types.
+            dtype = np.float64 if array.dtype.kind == "f" else np.int64
+            yield from _leaves(torch.from_numpy(array.astype(dtype)))
 
 
 def _contents(values: Tensor) -> Iterator[Any]:
-    """The bytes of each row: the same for the same values, whatever type they have.
+    """The bytes of each row: the same for the same values of any data type.
 
-    All are rounded to float32; what that loses of large whole numbers comes behind. Zero has no sign.
+    All numbers are rounded to float32. The rounding errors of large whole numbers are appended.
+    Zero has no sign.
     """
     values = torch.view_as_real(values).flatten(1) if values.is_complex() else values
     values = values.detach().cpu()
@@ -177,13 +192,15 @@ def _contents(values: Tensor) -> Iterator[Any]:
     if values.is_floating_point() or values.element_size() <= 2:
         yield from numbers.numpy()
         return
-    rest = values.long() - numbers.double().long()
-    for row, lost, is_lost in zip(numbers.numpy(), rest.numpy(), rest.any(1).tolist(), strict=True):
-        yield row.tobytes() + lost.tobytes() if is_lost else row
+    errors = values.long() - numbers.double().long()
+    for row, row_errors, is_inexact in zip(
+        numbers.numpy(), errors.numpy(), errors.any(1).tolist(), strict=True
+    ):
+        yield row.tobytes() + row_errors.tobytes() if is_inexact else row
 
 
-def _columns(data: Any) -> list[Tensor] | None:
-    """The largest inputs of a data set that is made of tensors."""
+def _largest_columns(data: Any) -> list[Tensor] | None:
+    """The largest inputs of a data set of tensors; None for other data sets."""
     if type(data) not in (Columns, TensorDataset):
         return None
     inputs = inputs_and_targets(data.tensors)[0]
@@ -191,31 +208,33 @@ def _columns(data: Any) -> list[Tensor] | None:
         tensors = [inputs[name] for name in sorted(inputs, key=str)]
     else:
         tensors = list(inputs) if isinstance(inputs, tuple) else [inputs]
-    largest = max((tensor[0].numel() for tensor in tensors if len(tensor)), default=0)
-    return [
-        tensor for tensor in tensors if len(tensor) and tensor[0].numel() == largest > 0
-    ] or None
+    tensors = [tensor for tensor in tensors if len(tensor)]
+    largest = max((tensor[0].numel() for tensor in tensors), default=0)
+    return [tensor for tensor in tensors if tensor[0].numel() == largest > 0] or None
 
 
-def _hashed(columns: list[Tensor], rows: Rows) -> Iterator[bytes]:
+def _digests_of_rows(columns: list[Tensor], rows: Rows) -> Iterator[bytes]:
     step = max(1, NUMBERS // sum(column[0].numel() for column in columns))
     for begin in range(0, len(rows), step):
         index = torch.from_numpy(rows[begin : begin + step])
-        chosen = [
+        contents = [
             _contents(column[index.to(column.device)].reshape(len(index), -1)) for column in columns
         ]
-        if len(chosen) == 1:
-            yield from map(_digest, chosen[0])
+        if len(contents) == 1:
+            yield from map(_digest, contents[0])
         else:
-            yield from (_digest(b"".join(map(bytes, row))) for row in zip(*chosen, strict=True))
+            yield from (_digest(b"".join(map(bytes, row))) for row in zip(*contents, strict=True))
 
 
 @contextmanager
-def _same_randomness() -> Iterator[Any]:
-    """A function that sets all global generators to one state, so that a random transform does the same to the same
-    record. In the end they are as before.
+def _same_randomness() -> Iterator[Callable[[], None]]:
+    """A function that resets all global generators; they are restored at the end.
+
+    So a random transform does the same to the same record.
     """
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()  # noqa: NPY002
+    torch_state = torch.get_rng_state()
 
     def seed() -> None:
         random.seed(0)
@@ -225,41 +244,52 @@ def _same_randomness() -> Iterator[Any]:
     try:
         yield seed
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])  # noqa: NPY002
-        torch.set_rng_state(before[2])
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+        torch.set_rng_state(torch_state)
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """What was found of one data set in another."""
+    """Records of one data set that are in another one too.
 
-    places: tuple[int, ...]  # positions of records that are in the other as well
-    compared: int  # records of the one
-    evident: bool  # no coincidence
-
-
-def overlap(one: Digests, other: Digests) -> Overlap:
-    """Which records of `one` are in `other`.
-
-    In a table of a few short columns, equal records need not be the same ones. So a match is evidence only if its
-    content occurs once in `other`; but if more than half of all records match, they are taken to be the same.
+    Args:
+        positions: their positions in the first data set.
+        compared: the number of records of the first data set that were compared.
+        evident: whether this is no coincidence.
     """
-    often = Counter(other.at.values())
-    places = sorted(place for place, digest in one.at.items() if digest in often)
-    unique = any(often[one.at[place]] == 1 for place in places)
-    return Overlap(tuple(places), len(one.at), unique or 2 * len(places) > len(one.at))
+
+    positions: tuple[int, ...]
+    compared: int
+    evident: bool
 
 
-def shared(one: Any, other: Any) -> Overlap:
-    """Records of `one` that are rows of a data set which is a part of `other` too: the same ones, unread."""
-    whose: dict[int, Rows] = {}
-    for part, rows, _ in parts(other):
-        whose[id(part)] = np.union1d(whose.get(id(part), rows), rows)
-    places = [
-        place
-        for part, rows, its_places in parts(one)
-        if id(part) in whose
-        for place in its_places[np.isin(rows, whose[id(part)])].tolist()
+def overlap(first: Digests, second: Digests) -> Overlap:
+    """The records of `first` that are in `second`.
+
+    In a table of a few short columns, equal records need not be the same ones. So a match is
+    evidence only if its content occurs once in `second`. If more than half of all records match,
+    they count as the same.
+    """
+    occurrences = Counter(second.at.values())
+    positions = sorted(at for at, digest in first.at.items() if digest in occurrences)
+    has_unique_match = any(occurrences[first.at[position]] == 1 for position in positions)
+    is_evident = has_unique_match or 2 * len(positions) > len(first.at)
+    return Overlap(tuple(positions), len(first.at), is_evident)
+
+
+def shared_rows(first: Any, second: Any) -> Overlap:
+    """Records of `first` that are rows of a data set which is a part of `second` too.
+
+    They are the same records; none is read.
+    """
+    used_rows: dict[int, Rows] = {}
+    for part, rows, _ in parts(second):
+        used_rows[id(part)] = np.union1d(used_rows.get(id(part), rows), rows)
+    positions = [
+        position
+        for part, rows, part_positions in parts(first)
+        if id(part) in used_rows
+        for position in part_positions[np.isin(rows, used_rows[id(part)])].tolist()
     ]
-    return Overlap(tuple(sorted(places)), len(one), bool(places))
+    return Overlap(tuple(sorted(positions)), len(first), bool(positions))

@@ -1,4 +1,7 @@
-"""Structural token noise (Algorithm 4): sequences with the anchors, lengths and padding of text, without a text."""
+"""Structural token noise (Algorithm 4): sequences with the structure of text, but without a text.
+
+They have the special tokens, lengths and padding of text.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from dpkfc.errors import PrivacyError
-from dpkfc.probes.arguments import distinct_ids, real, whole
+from dpkfc.probes.arguments import check_distinct_ids, check_integer, check_number
 from dpkfc.probes.probe import Inputs, Probes
 from dpkfc.probes.zipf import zipf
 
@@ -21,14 +23,26 @@ Frequencies = Literal["zipf", "uniform"]
 class Tokens:
     """Random token sequences [length]: CLS, payload, SEP over a random active length ℓ, then PAD.
 
-    ℓ is uniform in [min_length, length], counts CLS and SEP, and always leaves room for one token beside them.
-    The payload is drawn from the vocabulary without CLS, SEP, PAD and `special`: by Zipf's law
-    ``p ∝ 1/(rank + 2.7)^exponent``, or uniformly as in the paper. Ranks are the order of the ids (byte-pair
-    vocabularies are roughly so), or `order`: ids from the most to the least frequent, the only ones then drawn.
+    ℓ is uniform in [min_length, length]. It counts CLS and SEP, and there is always room for one
+    more token.
 
-    The inputs are a dict of the ids, the mask and zeros for each name in `extra` (say "token_type_ids"), as Hugging
-    Face models take them. With mask=None they are the plain id tensor, for models called as model(ids); padding
-    then needs a `pad` id, and without one every sequence has full length.
+    Args:
+        vocabulary: the number of token ids.
+        length: the length of every sequence, including padding.
+        min_length: the smallest ℓ.
+        frequencies: how payload tokens are drawn: by Zipf's law ``p ∝ 1/(rank + 2.7)^exponent``, or
+            uniformly, as in the paper.
+        exponent: of Zipf's law.
+        order: ids from the most to the least frequent; only these are drawn. By default the ranks
+            are the order of the ids, which is roughly right for byte-pair vocabularies.
+        cls, sep, pad: ids of the special tokens, if there are any.
+        special: further ids that a payload never contains.
+        classes: the number of classes of the model, which is compared with its output.
+        ids, mask: names of the ids and of the attention mask in the inputs, a dict as Hugging Face
+            models take it. With mask=None the inputs are the plain id tensor, for models called as
+            model(ids). Padding then needs a `pad` id; without it every sequence has full length.
+        extra: names of further inputs that are all zeros, such as "token_type_ids".
+        count: sequences per refresh; 0 is about 2048 tokens, and at least 8 sequences.
 
     >>> import torch
     >>> tokens = Tokens(vocabulary=1000, length=6, cls=1, sep=2, pad=0)
@@ -54,48 +68,46 @@ class Tokens:
     ids: str = "input_ids"
     mask: str | None = "attention_mask"
     extra: tuple[str, ...] = ()
-    count: int = 0  # 0: about 2048 tokens a refresh, and at least 8 sequences
+    count: int = 0
 
     name = "token noise"
     public = True
 
     def __post_init__(self) -> None:
-        whole("Tokens: vocabulary", self.vocabulary, 1)
-        whole("Tokens: length", self.length, 1)
-        whole("Tokens: min_length", self.min_length, 1)
-        real("Tokens: exponent", self.exponent, least=0)
+        check_integer("Tokens: vocabulary", self.vocabulary, 1)
+        check_integer("Tokens: length", self.length, 1)
+        check_integer("Tokens: min_length", self.min_length, 1)
+        check_number("Tokens: exponent", self.exponent, least=0)
         if self.classes is not None:
-            whole("Tokens: classes", self.classes, 1)
+            check_integer("Tokens: classes", self.classes, 1)
         if self.frequencies not in ("zipf", "uniform"):
-            raise PrivacyError(
-                f"Tokens: frequencies={self.frequencies!r}: give 'zipf' or 'uniform'"
-            )
-        for where in ("cls", "sep", "pad"):
-            value = getattr(self, where)
-            if value is not None and whole(f"Tokens: {where}", value, 0) >= self.vocabulary:
-                raise PrivacyError(
-                    f"Tokens: {where}={value}: give an id below vocabulary={self.vocabulary}"
+            raise ValueError(f"Tokens: frequencies={self.frequencies!r}: give 'zipf' or 'uniform'")
+        for argument in ("cls", "sep", "pad"):
+            value = getattr(self, argument)
+            if value is None:
+                continue
+            if check_integer(f"Tokens: {argument}", value, 0) >= self.vocabulary:
+                raise ValueError(
+                    f"Tokens: {argument}={value}: give an id below vocabulary={self.vocabulary}"
                 )
-        object.__setattr__(
-            self, "special", distinct_ids("Tokens: special", self.special, self.vocabulary)
-        )
+        special = check_distinct_ids("Tokens: special", self.special, self.vocabulary)
+        object.__setattr__(self, "special", special)
         if self.order is not None:
-            object.__setattr__(
-                self, "order", distinct_ids("Tokens: order", self.order, self.vocabulary)
-            )
-        if not len(self._payload()):
-            raise PrivacyError(
-                f"Tokens: vocabulary={self.vocabulary} holds nothing but special ids: "
-                "name fewer in cls, sep, pad and special, or more in order"
+            order = check_distinct_ids("Tokens: order", self.order, self.vocabulary)
+            object.__setattr__(self, "order", order)
+        if not len(self._payload_ids()):
+            raise ValueError(
+                f"Tokens: vocabulary={self.vocabulary} holds nothing but special ids: name fewer "
+                "in cls, sep, pad and special, or more in order"
             )
         if self._shortest() > self.length:
-            raise PrivacyError(
-                f"Tokens: length={self.length} is shorter than {self._shortest()}, which min_length={self.min_length} "
-                "or room for one token beside cls and sep asks for: raise length"
+            raise ValueError(
+                f"Tokens: length={self.length} is shorter than {self._shortest()}, which "
+                f"min_length={self.min_length} or room for one token besides cls and sep requires: "
+                "raise length"
             )
-        object.__setattr__(
-            self, "count", whole("Tokens: count", self.count or max(8, 2048 // self.length), 1)
-        )
+        count = check_integer("Tokens: count", self.count or max(8, 2048 // self.length), 1)
+        object.__setattr__(self, "count", count)
 
     @classmethod
     def from_tokenizer(
@@ -109,24 +121,24 @@ class Tokens:
         classes: int | None = None,
         count: int = 0,
     ) -> Tokens:
-        """The vocabulary and special ids of a Hugging Face tokenizer; BOS and EOS stand in for CLS and SEP.
+        """The vocabulary and special ids of a Hugging Face tokenizer.
 
-        A tokenizer is a published file: one fitted on the private text would leak it.
+        BOS and EOS replace CLS and SEP where a tokenizer has no such tokens.
+
+        **Guarantee.** The tokenizer must be public: one that was fitted to the private text would
+        leak it.
         """
-        size = (
-            len(tokenizer)
-            if hasattr(tokenizer, "__len__")
-            else getattr(tokenizer, "vocab_size", None)
-        )
+        has_length = hasattr(tokenizer, "__len__")
+        size = len(tokenizer) if has_length else getattr(tokenizer, "vocab_size", None)
         if not isinstance(size, int):
-            raise PrivacyError(
-                f"Tokens.from_tokenizer: tokenizer={type(tokenizer).__name__} has neither a length nor a vocab_size: "
-                "pass a Hugging Face tokenizer, or Tokens(vocabulary, length)"
+            raise TypeError(
+                f"Tokens.from_tokenizer: tokenizer={type(tokenizer).__name__} has neither a length "
+                "nor a vocab_size: pass a Hugging Face tokenizer, or Tokens(vocabulary, length)"
             )
 
-        def first(*names: str) -> int | None:
-            found = (getattr(tokenizer, f"{name}_token_id", None) for name in names)
-            return next((value for value in found if value is not None), None)
+        def first_id(*names: str) -> int | None:
+            ids = (getattr(tokenizer, f"{name}_token_id", None) for name in names)
+            return next((token_id for token_id in ids if token_id is not None), None)
 
         return cls(
             size,
@@ -134,20 +146,24 @@ class Tokens:
             min_length=min_length,
             frequencies=frequencies,
             exponent=exponent,
-            cls=first("cls", "bos"),
-            sep=first("sep", "eos"),
-            pad=first("pad"),
+            cls=first_id("cls", "bos"),
+            sep=first_id("sep", "eos"),
+            pad=first_id("pad"),
             special=tuple(sorted(set(getattr(tokenizer, "all_special_ids", ())))),
             classes=classes,
             count=count,
         )
 
     def draw(self, count: int, generator: torch.Generator) -> Probes:
-        whole("Tokens.draw: count", count, 1)
-        payload = self._payload()
-        often = zipf(len(payload), self.exponent if self.frequencies == "zipf" else 0.0)
-        drawn = torch.multinomial(often, count * self.length, replacement=True, generator=generator)
-        ids = payload[drawn].view(count, self.length)
+        """`count` sequences."""
+        check_integer("Tokens.draw: count", count, 1)
+        payload_ids = self._payload_ids()
+        exponent = self.exponent if self.frequencies == "zipf" else 0.0
+        frequencies = zipf(len(payload_ids), exponent)
+        ranks = torch.multinomial(
+            frequencies, count * self.length, replacement=True, generator=generator
+        )
+        ids = payload_ids[ranks].view(count, self.length)
         lengths = torch.randint(self._shortest(), self.length + 1, (count, 1), generator=generator)
         if self.mask is None and self.pad is None:
             lengths = torch.full_like(lengths, self.length)
@@ -163,18 +179,16 @@ class Tokens:
             inputs |= {name: torch.zeros_like(ids) for name in self.extra}
         return Probes(inputs, active=active)
 
-    def _payload(self) -> Tensor:
-        """The ids a payload may hold, the most frequent first."""
-        kept = torch.ones(self.vocabulary, dtype=torch.bool)
-        kept[
-            [value for value in (self.cls, self.sep, self.pad, *self.special) if value is not None]
-        ] = False
-        ids = (
-            torch.arange(self.vocabulary)
-            if self.order is None
-            else torch.tensor(cast("tuple[int]", self.order))
-        )
-        return ids.long()[kept[ids.long()]]
+    def _payload_ids(self) -> Tensor:
+        """The ids that a payload may contain, the most frequent first."""
+        special = [i for i in (self.cls, self.sep, self.pad, *self.special) if i is not None]
+        allowed = torch.ones(self.vocabulary, dtype=torch.bool)
+        allowed[special] = False
+        if self.order is None:
+            ids = torch.arange(self.vocabulary)
+        else:
+            ids = torch.tensor(cast("tuple[int]", self.order))
+        return ids.long()[allowed[ids.long()]]
 
     def _shortest(self) -> int:
         return max(self.min_length, 1 + (self.cls is not None) + (self.sep is not None))

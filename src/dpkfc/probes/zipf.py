@@ -1,11 +1,11 @@
-"""The Zipf-Mandelbrot law: how often the r-th most frequent word, or feature, of natural text is seen."""
+"""The Zipf-Mandelbrot law: the frequency of the r-th most frequent word of natural text."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-OFFSET = 2.7  # Mandelbrot's correction to the top ranks
+OFFSET = 2.7  # Mandelbrot's correction for the highest ranks
 
 
 def zipf(size: int, exponent: float) -> Tensor:
