@@ -45,7 +45,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from experiments.arguments import names_among
+from experiments.common.arguments import names_among
 from rich.console import Console
 from rich.table import Table
 from torch import nn

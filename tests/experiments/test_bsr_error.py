@@ -7,15 +7,15 @@ import json
 from pathlib import Path
 
 import pytest
-from experiments.bsr_error import B, Case, Row, low_memory, measure, once, repeated, run
-from experiments.options import ReproduceOptions
+from experiments.bsr_error.experiment import B, Case, Row, low_memory, measure, once, repeated, run
+from experiments.bsr_error.experiment import experiment as bsr_error
+from experiments.common.options import ReproduceOptions
 from rich.console import Console
 from typer.testing import CliRunner
 
 from dpkfc.app.cli.main import app
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.toeplitz import BandedToeplitz
-from experiments import bsr_error
 
 STEPS = (100, 200, 500, 1000, 2000)
 REPEATED = {

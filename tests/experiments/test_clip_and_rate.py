@@ -9,13 +9,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from experiments.clip_and_rate import Finding, Run, find, level_set, train, verdict
-from experiments.on_digits import Result
-from experiments.options import ReproduceOptions
+from experiments.clip_and_rate.experiment import (
+    Finding,
+    Run,
+    experiment,
+    find,
+    level_set,
+    train,
+    verdict,
+)
+from experiments.common.digits import Result
+from experiments.common.options import ReproduceOptions
 from rich.console import Console
 
 import dpkfc
-from experiments import clip_and_rate as experiment
 
 FEW = {"steps": 3, "batch_size": 300}
 CLIPS, RATES = (0.1, 1.0, 10.0), (0.001, 0.01, 0.1, 1.0, 10.0)

@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from experiments.falsify import (
+from experiments.common.setting import Result, Setting, holding, train
+from experiments.common.study import Row, finals, tries
+from experiments.falsify.experiment import (
     STUDY,
     Difference,
     by_seed,
@@ -21,8 +23,6 @@ from experiments.falsify import (
     report,
     verdict,
 )
-from experiments.setting import Result, Setting, holding, train
-from experiments.study import Row, finals, tries
 from rich.console import Console
 from scipy import stats
 from torch.utils.data import TensorDataset

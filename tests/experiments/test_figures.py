@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from experiments.options import ReproduceOptions
-from experiments.sources import (
+from experiments.common.options import ReproduceOptions
+from experiments.common.sources import (
     BRIGHT,
     LAYERS,
     LOOKED_AT,
@@ -33,6 +33,10 @@ from experiments.sources import (
     Run,
     Task,
 )
+from experiments.fig1 import experiment as layer_snr
+from experiments.fig2 import experiment as spectra
+from experiments.fig3 import experiment as alignment
+from experiments.fig7 import experiment as density
 from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor, nn
@@ -41,7 +45,7 @@ from torch.utils.data import TensorDataset
 import dpkfc
 from dpkfc.diagnostics.step import Step
 from dpkfc.probes.probe import tensors
-from experiments import alignment, density, figures, layer_snr, sources, spectra
+from experiments.common import figures, sources
 
 QUIET = Console(quiet=True)
 RECORDS, TESTS, IMAGES = 300, 20, 16

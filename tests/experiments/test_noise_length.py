@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from experiments.noise_length import (
+from experiments.common.digits import Result
+from experiments.common.options import ReproduceOptions
+from experiments.common.setting import Setting
+from experiments.noise_length.experiment import (
     DIGITS,
     KFC,
     POST,
@@ -18,6 +21,7 @@ from experiments.noise_length import (
     Run,
     Sweep,
     digits_sweeps,
+    experiment,
     kind_of,
     length_per_rate,
     markdown,
@@ -25,13 +29,9 @@ from experiments.noise_length import (
     summary,
     train,
 )
-from experiments.on_digits import Result
-from experiments.options import ReproduceOptions
-from experiments.setting import Setting
 from rich.console import Console
 
 import dpkfc
-from experiments import noise_length as experiment
 
 TRY = Setting("mnist", "dp-sgd", 0.1, epsilon=3.0, batch_size=512)
 STEPS = 20

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from experiments.options import ReproduceOptions
-from experiments.preset import Result, Run
+from experiments.common.options import ReproduceOptions
+from experiments.preset.experiment import Result, Run
+from experiments.preset.experiment import experiment as preset
 from rich.console import Console
 from torch.utils.data import TensorDataset
 
 import dpkfc
-from experiments import preset
 
 
 @pytest.fixture(scope="module")

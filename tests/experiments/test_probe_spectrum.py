@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from experiments.probe_spectrum import KINDS, QUESTIONS, STUDY, answers, probe, report
-from experiments.setting import Result, Setting
-from experiments.study import Row, finals, tries
+from experiments.common.setting import Result, Setting
+from experiments.common.study import Row, finals, tries
+from experiments.probe_spectrum.experiment import KINDS, QUESTIONS, STUDY, answers, probe, report
 from rich.console import Console
 
 import dpkfc

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from experiments.options import ReproduceOptions
-from experiments.rescaling import NOISES, RUN, WAYS, error
+from experiments.common.options import ReproduceOptions
+from experiments.rescaling.experiment import NOISES, RUN, WAYS, error
+from experiments.rescaling.experiment import experiment as rescaling
 from rich.console import Console
 
 import dpkfc
 from dpkfc.planning.choose_noise import evaluate
-from experiments import rescaling
 
 WAY = {way[0]: way for way in WAYS}
 

@@ -15,10 +15,10 @@ from statistics import fmean
 
 import torch
 import torch.nn.functional as F
-from experiments.figures import finish, new_figure
-from experiments.options import ReproduceOptions
-from experiments.setting import accuracy
-from experiments.study import read
+from experiments.common.figures import finish, new_figure
+from experiments.common.options import ReproduceOptions
+from experiments.common.setting import accuracy
+from experiments.common.study import read
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import TensorDataset
