@@ -1,8 +1,7 @@
-"""Private runs on the bundled digits, as small experiments repeat them: on held-out records, into a file, resumed."""
+"""Private runs on scikit-learn's digits, measured on held-out records and kept in a file."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -11,8 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.nn.functional as F
-from experiments.common.setting import Data, accuracy, split
-from experiments.common.study import read
 from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
@@ -22,21 +19,25 @@ import dpkfc
 from dpkfc.app.readers.digits import digits
 from dpkfc.app.readers.records import on_device
 from dpkfc.app.reports.progress import bar
+from experiments.common.setting import Data, accuracy, split
+from experiments.common.study import read
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 HELD_OUT = 300  # the last training records, on which accuracy is measured
-SHAPE, CLASSES = (1, 8, 8), 10
-Setting = TypeVar("Setting", bound="DataclassInstance")  # all that a run depends on; hashable
+SHAPE = (1, 8, 8)
+CLASSES = 10
+# A hashable dataclass of everything a run depends on.
+RunSetting = TypeVar("RunSetting", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
-class Result:
-    """Accuracies on the held-out records, and what the run came to."""
+class DigitsResult:
+    """Accuracies of a run on the held-out records, and its privacy parameters."""
 
-    last: float  # of the last weights
-    average: float | None  # of the averaged weights, if there are any
+    last: float  # accuracy of the last weights
+    average: float | None  # accuracy of the averaged weights, if they were kept
     epsilon: float
     noise: str
     noise_multiplier: float
@@ -46,12 +47,12 @@ class Result:
 
 @cache
 def data() -> Data:
-    """What is trained on, and the held-out training records; the test set stays where it is."""
+    """Return the records to train on and the held-out ones; the test set is not used."""
     return split(digits(), HELD_OUT)
 
 
 def pink() -> dpkfc.probes.PinkNoise:
-    """Probes about as bright as the digits."""
+    """Return probes about as bright as the digits."""
     return dpkfc.probes.PinkNoise(shape=SHAPE, classes=CLASSES, mean=0.3, std=0.3)
 
 
@@ -62,37 +63,40 @@ def train(
     seed: int,
     averaged: AveragedModel | None = None,
     **arguments: Any,
-) -> Result:
-    """A plain PyTorch loop; `arguments` are those of `make_private`."""
+) -> DigitsResult:
+    """Train with a plain PyTorch loop; `arguments` are those of `make_private`."""
     records, measured = data()
     records = on_device(records, next(model.parameters()).device)
-    private = dpkfc.make_private(
+    run = dpkfc.make_private(
         model, optimizer, records, seed=seed, loss=dpkfc.losses.cross_entropy, **arguments
     )
-    for images, labels in private.loader:
+    for images, labels in run.loader:
         F.cross_entropy(model(images), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
         if averaged is not None:
             averaged.update_parameters(model)
-    private.detach()
-    return Result(
+    run.detach()
+    return DigitsResult(
         last=accuracy(model, *measured.tensors),
         average=None if averaged is None else accuracy(averaged, *measured.tensors),
-        epsilon=private.epsilon(),
-        noise=private.plan.noise,
-        noise_multiplier=private.plan.noise_multiplier,
-        steps=private.steps,
+        epsilon=run.epsilon(),
+        noise=run.plan.noise,
+        noise_multiplier=run.plan.noise_multiplier,
+        steps=run.steps,
         lr=optimizer.param_groups[0]["lr"],
     )
 
 
-def run_all(
-    settings: Sequence[Setting], run: Callable[[Setting], Result], out: Path, console: Console
-) -> dict[Setting, Result]:
-    """The results of all settings. Those in the file are taken from it, the others are appended as they come."""
-    kept = _read(settings, out)
-    todo = [setting for setting in settings if setting not in kept]
+def train_all(
+    settings: Sequence[RunSetting],
+    train_one: Callable[[RunSetting], DigitsResult],
+    out: Path,
+    console: Console,
+) -> dict[RunSetting, DigitsResult]:
+    """Return the results of all settings; those that the file does not hold are trained first."""
+    results = _read(settings, out)
+    todo = [setting for setting in settings if setting not in results]
     out.parent.mkdir(parents=True, exist_ok=True)
     console.print(
         f"{len(settings) - len(todo)} of {len(settings)} runs are in {out}",
@@ -102,7 +106,7 @@ def run_all(
     with bar(console) as progress:
         overall = progress.add_task("runs", total=len(todo))
         for setting in todo:
-            kept[setting] = result = run(setting)
+            results[setting] = result = train_one(setting)
             with out.open("a") as file:
                 file.write(
                     json.dumps({"setting": asdict(setting), "result": asdict(result)}) + "\n"
@@ -112,24 +116,14 @@ def run_all(
             progress.console.print(
                 f"{setting}: {shown:.1f} %", markup=False, highlight=False, soft_wrap=True
             )
-    return {setting: kept[setting] for setting in settings}
+    return {setting: results[setting] for setting in settings}
 
 
-def _read(settings: Sequence[Setting], file: Path) -> dict[Setting, Result]:
-    """The results in a file, by setting; a file of another experiment is refused."""
-    kind = type(settings[0])
-    names = {field.name for field in fields(kind)}
+def _read(settings: Sequence[RunSetting], file: Path) -> dict[RunSetting, DigitsResult]:
+    """Return the results in a file by setting; refuse a file of another experiment."""
+    setting_class = type(settings[0])
+    names = {field.name for field in fields(setting_class)}
     rows = read(file)
     if any(row.keys() != {"setting", "result"} or row["setting"].keys() != names for row in rows):
         raise ValueError(f"{file} does not hold results of this experiment: name another --out")
-    return {kind(**row["setting"]): Result(**row["result"]) for row in rows}
-
-
-def results_file(text: str) -> Path:
-    """For argparse's `type`: the table and the picture are written beside it, under the same name."""
-    file = Path(text)
-    if file.suffix != ".jsonl":
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must end in .jsonl: the .md and the .png go beside it"
-        )
-    return file
+    return {setting_class(**row["setting"]): DigitsResult(**row["result"]) for row in rows}

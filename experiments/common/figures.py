@@ -1,9 +1,8 @@
-"""What the diagnostic figures do with results: keep them, judge the paper's statements by them, write and draw them."""
+"""What the diagnostic figures share: kept results, claims of the paper, pages and drawing."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,67 +17,64 @@ from rich.table import Table
 from dpkfc.app.reports.progress import bar
 from dpkfc.app.reports.text import markdown_table
 from dpkfc.app.workflow.run_folder import write_whole
-from dpkfc.errors import PrivacyError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-Setting = TypeVar("Setting")
-OnStep = Callable[[int, int], None]  # steps done, of how many
+# A frozen dataclass of everything a result depends on besides the data.
+FigureSetting = TypeVar("FigureSetting")
+OnStep = Callable[[int, int], None]  # receives the steps done and their total
 
 
 def evaluate(
-    settings: Sequence[Setting],
-    measure: Callable[[Setting, OnStep], Any],
+    settings: Sequence[FigureSetting],
+    measure: Callable[[FigureSetting, OnStep], Any],
     file: Path,
     console: Console,
-) -> dict[Setting, Any]:
-    """The results of all settings. Those in the file are taken from it, the others are written to it as they come.
+) -> dict[FigureSetting, Any]:
+    """Return the results of all settings; those that the file does not hold are measured first.
 
-    A setting is a frozen dataclass of all that its result depends on besides the data.
+    The file is rewritten after every measurement, so that an interrupted run loses nothing.
     """
-    kept = _read(file)
+    rows = _read(file)
     with bar(console) as progress:
-        overall, current = (
-            progress.add_task("runs", total=len(settings)),
-            progress.add_task("steps", total=None),
-        )
+        overall = progress.add_task("runs", total=len(settings))
+        current = progress.add_task("steps", total=None)
 
-        def on_step(done: int, of: int) -> None:
-            progress.update(current, completed=done, total=of)
+        def on_step(done: int, total: int) -> None:
+            progress.update(current, completed=done, total=total)
 
         for setting in settings:
             key = key_of(setting)
-            if key not in kept:
+            if key not in rows:
                 progress.reset(current, total=None)
                 row = {
                     "key": key,
                     "setting": asdict(cast(Any, setting)),
                     "result": measure(setting, on_step),
                 }
-                kept[key] = json.loads(json.dumps(row))
-                _write(file, kept.values())
+                rows[key] = json.loads(json.dumps(row))
+                _write(file, rows.values())
             progress.advance(overall)
-    return {setting: kept[key_of(setting)]["result"] for setting in settings}
+    return {setting: rows[key_of(setting)]["result"] for setting in settings}
 
 
-def by_inputs(found: Mapping[Any, Any]) -> dict[str, dict[Any, Any]]:
-    """The results apart by `setting.inputs`."""
-    names = dict.fromkeys(setting.inputs for setting in found)
+def by_inputs(results: Mapping[Any, Any]) -> dict[str, dict[Any, Any]]:
+    """Group results by `setting.inputs`."""
+    names = dict.fromkeys(setting.inputs for setting in results)
     return {
-        name: {setting: found[setting] for setting in found if setting.inputs == name}
+        name: {setting: results[setting] for setting in results if setting.inputs == name}
         for name in names
     }
 
 
 def key_of(setting: Any) -> str:
-    """A hash of the contents."""
+    """Return a hash of the contents."""
     return hashlib.sha256(json.dumps(asdict(setting), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _read(file: Path) -> dict[str, dict[str, Any]]:
-    """The results in a file, by key; none if it does not exist yet."""
+    """Return the rows of a file by key; none if it does not exist yet."""
     if not file.exists():
         return {}
     try:
@@ -87,13 +83,13 @@ def _read(file: Path) -> dict[str, dict[str, Any]]:
             row["key"]: {name: row[name] for name in ("key", "setting", "result")} for row in rows
         }
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise PrivacyError(
+        raise ValueError(
             f"{file} does not hold results of a figure: remove it, or name another --out"
         ) from error
 
 
 def _write(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """At once or not at all, so that an interrupted run leaves a file that can be read."""
+    """Write the file atomically, so that an interrupted run leaves a readable one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     text = "[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]\n"
     write_whole(file, lambda fresh: fresh.write_text(text))
@@ -101,7 +97,14 @@ def _write(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 @dataclass(frozen=True)
 class Claim:
-    """What the paper says, what is checked for it, what was measured, and in which of the places looked at it holds."""
+    """A statement of the paper, and whether it holds.
+
+    Args:
+        paper: The statement.
+        checked: The condition that is checked for it.
+        measured: The measured values.
+        where: Whether the condition holds, in each case that was examined.
+    """
 
     paper: str
     checked: str
@@ -114,7 +117,8 @@ class Claim:
 
     @property
     def verdict(self) -> str:
-        """
+        """Say whether the statement holds in all cases, in some, or in none.
+
         >>> Claim("", "", "", [True, False]).verdict
         'holds in 1 of 2'
         """
@@ -122,16 +126,16 @@ class Claim:
         return "holds" if self.holds else in_part if any(self.where) else "does not hold"
 
 
-Claims = Mapping[str, Sequence[Claim]]  # the same ones, by what was measured
+Claims = Mapping[str, Sequence[Claim]]  # the same statements, by the inputs of the measurement
 
 
 def claim_cells(claims: Claims) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows; every finding begins with the verdict."""
+    """Return headings and rows; every finding begins with its verdict."""
     rows = [
         [
             same[0].paper,
             same[0].checked,
-            *(f"{one.verdict}: {one.measured}" for one in same),
+            *(f"{claim.verdict}: {claim.measured}" for claim in same),
         ]
         for same in zip(*claims.values(), strict=True)
     ]
@@ -139,19 +143,17 @@ def claim_cells(claims: Claims) -> tuple[list[str], list[list[str]]]:
 
 
 def verdicts(claims: Claims) -> str:
-    """
+    """Count the statements that hold.
+
     >>> verdicts({"measured": [Claim("", "", "", [True]), Claim("", "", "", [True, False])]})
     'of 2 statements 1 holds, 1 in part (measured)'
     """
     parts = []
-    for name, found in claims.items():
-        whole, some = (
-            sum(one.holds for one in found),
-            sum(any(one.where) and not one.holds for one in found),
-        )
-        parts.append(
-            f"of {len(found)} statements {whole} {'holds' if whole == 1 else 'hold'}, {some} in part ({name})"
-        )
+    for name, statements in claims.items():
+        whole = sum(claim.holds for claim in statements)
+        in_part = sum(any(claim.where) and not claim.holds for claim in statements)
+        verb = "holds" if whole == 1 else "hold"
+        parts.append(f"of {len(statements)} statements {whole} {verb}, {in_part} in part ({name})")
     return "; ".join(parts)
 
 
@@ -166,7 +168,7 @@ def claim_table(claims: Claims) -> Table:
 def write_page(
     file: Path, title: str, command: str, about: Sequence[str], claims: Claims, rest: Sequence[str]
 ) -> None:
-    """A Markdown page: how it was made, what was asked, the paper's statements beside what was found, and the rest."""
+    """Write a Markdown page: the command, the protocol, the paper's statements, and the rest."""
     headings, rows = claim_cells(claims)
     table = markdown_table(headings, rows, left=len(headings))
     parts = [
@@ -180,7 +182,7 @@ def write_page(
 
 
 def spread(values: Sequence[float], form: str = ".2f") -> str:
-    """Mean ± standard deviation.
+    """Format the mean ± the standard deviation.
 
     >>> spread([1.0, 2.0, 3.0])
     '2.00 ± 1.00'
@@ -189,7 +191,7 @@ def spread(values: Sequence[float], form: str = ".2f") -> str:
 
 
 def along(places: Sequence[tuple[str, Any]], values: Sequence[float], form: str = ".2f") -> str:
-    """Values at (model, time), in their order.
+    """Format the values at each (model, time), in their order.
 
     >>> along([("MLP", 0), ("MLP", 1), ("CNN", 0), ("CNN", 1)], [0.1, 0.2, 0.3, 0.4])
     'MLP 0.10 → 0.20, CNN 0.30 → 0.40'
@@ -200,19 +202,20 @@ def along(places: Sequence[tuple[str, Any]], values: Sequence[float], form: str 
     return ", ".join(f"{model} {' → '.join(texts)}" for model, texts in models.items())
 
 
-def about_runs(found: Mapping[Any, Any]) -> str:
-    """How many images and seeds, and what the training reached: of settings with `run`, `inputs` and `images`."""
-    setting = next(iter(found))
-    reached: dict[str, list[float]] = {}
-    for one, looks in found.items():
-        reached.setdefault(f"{one.run.model}, {one.inputs}", []).append(
+def about_runs(results: Mapping[Any, Any]) -> str:
+    """Describe the runs of settings that have `run`, `inputs` and `images`."""
+    first = next(iter(results))
+    accuracies: dict[str, list[float]] = {}
+    for setting, looks in results.items():
+        accuracies.setdefault(f"{setting.run.model}, {setting.inputs}", []).append(
             100 * list(looks.values())[-1]["accuracy"]
         )
-    ends = "; ".join(f"{name}: {spread(values, '.1f')} %" for name, values in reached.items())
+    ends = "; ".join(f"{name}: {spread(values, '.1f')} %" for name, values in accuracies.items())
+    seeds = {setting.run.seed for setting in results}
     return (
-        f"{setting.images} images of each source; {len({one.run.seed for one in found})} seeds (± one standard "
-        f"deviation). Training: {setting.run.looks[-1]} private steps of {setting.run.method} at epsilon = "
-        f"{setting.run.epsilon:g}, batch {setting.run.batch_size}. Test accuracy after it: {ends}."
+        f"{first.images} images of each source; {len(seeds)} seeds (± one standard deviation). "
+        f"Training: {first.run.looks[-1]} private steps of {first.run.method} at epsilon = "
+        f"{first.run.epsilon:g}, batch {first.run.batch_size}. Test accuracy after it: {ends}."
     )
 
 
@@ -234,42 +237,8 @@ def can_draw(console: Console) -> bool:
     return False
 
 
-def new_figure(
-    rows: int, columns: int, width: float, height: float
-) -> tuple[Figure, list[list[Axes]]]:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(
-        rows, columns, figsize=(width, height), squeeze=False, layout="constrained"
-    )
-    for panel in panels.flat:
-        panel.grid(alpha=0.25, linewidth=0.6)
-        panel.spines[["top", "right"]].set_visible(False)
-    return figure, [list(row) for row in panels]
-
-
-def finish(figure: Figure, panel: Axes, file: Path, columns: int = 4) -> None:
-    """One legend for all panels, below them."""
-    import matplotlib.pyplot as plt
-    from PIL import Image  # which matplotlib needs as well
-
-    handles, labels = panel.get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=columns, fontsize=9, frameon=False
-    )
-    with io.BytesIO() as drawn:
-        figure.savefig(drawn, dpi=150)
-        Image.open(drawn).convert("RGB").quantize(128).save(
-            file, optimize=True
-        )  # a third of the size
-    plt.close(figure)
-
-
 def plain_ticks(panel: Axes) -> None:
-    """0.1, 1, 10 up a logarithmic axis, with 2 and 5 between where it spans little."""
+    """Label a logarithmic y axis 0.1, 1, 10, with 2 and 5 between them where it is short."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     panel.set_yscale("log")
@@ -286,10 +255,10 @@ def draw_range(
     label: str,
     style: Mapping[str, Any],
 ) -> None:
-    """Lines of log10 values, one for each seed: their mean, and from the least to the most as a band."""
-    columns = list(zip(*logs, strict=True))
+    """Draw lines of log10 values, one per seed: their mean, and a band from least to most."""
+    by_place = list(zip(*logs, strict=True))
     low, middle, high = (
-        [10 ** function(values) for values in columns] for function in (min, fmean, max)
+        [10 ** function(values) for values in by_place] for function in (min, fmean, max)
     )
     panel.plot(places, middle, label=label, **style)
     panel.fill_between(places, low, high, color=style["color"], alpha=0.12, linewidth=0)

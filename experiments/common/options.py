@@ -1,4 +1,4 @@
-"""What `dpkfc reproduce` is asked for: the same for every experiment."""
+"""The options of `dpkfc reproduce`, which are the same for every experiment."""
 
 from __future__ import annotations
 
@@ -10,30 +10,39 @@ from rich.console import Console
 
 @dataclass(frozen=True)
 class ReproduceOptions:
-    """Where results go, how much is run, and on what."""
+    """Where an experiment writes its results, how much of it runs, and on which device.
 
-    out: Path  # a folder
+    Args:
+        out: The folder for results.
+        console: Receives tables and progress.
+        quick: Run a small part of the experiment, to see that it works.
+        data_dir: The folder with the data sets; $DPKFC_DATA by default.
+        seed: The first seed of the final runs; None uses the published seeds.
+        device: A torch device.
+    """
+
+    out: Path
     console: Console = field(default_factory=Console)
     quick: bool = False
     data_dir: Path | None = None
-    seed: int | None = None  # the first one of the runs; None: as in the published results
+    seed: int | None = None
     device: str = "cpu"
 
     def seeds(self, published: tuple[int, ...]) -> tuple[int, ...]:
-        """As many as were published, or one if it is to be quick; beginning with `seed`.
+        """Return the published seeds, shifted so that they start at `seed`; one seed if quick.
 
-        >>> Order(Path(), seed=10).seeds((1, 2, 3))
+        >>> ReproduceOptions(Path(), seed=10).seeds((1, 2, 3))
         (10, 11, 12)
-        >>> Order(Path(), quick=True).seeds((1, 2, 3))
+        >>> ReproduceOptions(Path(), quick=True).seeds((1, 2, 3))
         (1,)
         """
-        moved = 0 if self.seed is None else self.seed - published[0]
-        return tuple(seed + moved for seed in published[: 1 if self.quick else None])
+        shift = 0 if self.seed is None else self.seed - published[0]
+        return tuple(seed + shift for seed in published[: 1 if self.quick else None])
 
     def command(self, name: str) -> str:
-        """What makes the same results again.
+        """Return the command that repeats the results of the experiment `name`.
 
-        >>> Order(Path(), quick=True, seed=10).command("fig1")
+        >>> ReproduceOptions(Path(), quick=True, seed=10).command("fig1")
         'dpkfc reproduce fig1 --quick --seed 10'
         """
         parts = [f"dpkfc reproduce {name}"] + ["--quick"] * self.quick

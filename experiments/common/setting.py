@@ -1,4 +1,4 @@
-"""One training run, described by all that it depends on: `Setting` in, `Result` out."""
+"""One private training run: `train` maps a `StudySetting` to a `StudyResult`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from experiments.common.data.changes import CHANGES
-from experiments.common.data.featured import FEATURED
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -26,14 +24,26 @@ from dpkfc.app.readers.records import on_device
 from dpkfc.app.readers.sources import NAMED
 from dpkfc.planning.choose_noise import Noise
 from dpkfc.probes.probe import Probe
+from experiments.common.data.changes import CHANGES
+from experiments.common.data.featured import FEATURED
 
 DATASETS = NAMED | FEATURED
-Data = tuple[TensorDataset, TensorDataset]  # for training, for testing
-Load = Callable[[str, Scaling], Data]  # by the name of the data set
-COURSE = 2000  # records on which accuracy is measured on the way
+Data = tuple[TensorDataset, TensorDataset]  # training records, test records
+Load = Callable[[str, Scaling], Data]  # loads a data set by its name
+COURSE = 2000  # records on which accuracy is measured during training
 
-# The whitening of the paper as it was measured: activations only, all ranks, absolute stability, probes every 50 steps.
-# What the accuracy depends on is named, so that it is part of a setting's key.
+# Scalings that need no statistic of the data. FashionMNIST is centred because that helps plain
+# DP-SGD by a point; DP-KFC is indifferent.
+SCALING: dict[str, Scaling] = {"mnist": "unit", "fashion-mnist": "centred"}
+# Pink noise about as bright as pixels are, on either scale.
+BRIGHT = {
+    "unit": {"alpha": 2.0, "std": 0.3, "mean": 0.3},
+    "centred": {"alpha": 2.0, "std": 0.6, "mean": -0.4},
+}
+
+# The paper's whitening as its code does it: activations only, all ranks, absolute stability,
+# probes every 50 steps. Arguments that influence accuracy are written out, because they are then
+# part of a setting's key.
 PAPER: dict[str, Any] = {
     "probe": {"alpha": 2.0, "std": 0.5},
     "every": 50,
@@ -46,10 +56,18 @@ PAPER: dict[str, Any] = {
     "damping": 0.0,
     "post": 0.0,
 }
+ADADPS: dict[str, Any] = {
+    "kind": "Diagonal",
+    "probe": BRIGHT["unit"],
+    "every": 50,
+    "probes": 512,
+    "damping": 0.1,
+    "stability": 0.0,
+    "power": 1.0,
+}
 
-MODELS: dict[
-    str, Callable[[tuple[int, ...], int], nn.Module]
-] = {  # by the shape of a record and the number of classes
+# Each model is built from the shape of a record and the number of classes.
+MODELS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "cnn": lambda shape, classes: paper_cnn((shape[0], shape[1], shape[2]), classes),
     "mlp": lambda shape, classes: mlp([math.prod(shape), 256, 128, classes]),
     "vit": lambda shape, classes: tiny_vit(
@@ -58,9 +76,8 @@ MODELS: dict[
     "linear": lambda shape, classes: mlp([math.prod(shape), classes]),
 }
 
-SCHEDULES: dict[
-    str, Callable[[float], float]
-] = {  # factor of the learning rate, by the part of the run that is done
+# Each schedule maps the completed fraction of the run to a factor of the learning rate.
+SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": lambda done: 1.0,
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
     "linear": lambda done: 1 - done,
@@ -68,16 +85,28 @@ SCHEDULES: dict[
 
 
 @dataclass(frozen=True)
-class Setting:
-    """All that a run depends on besides the data.
+class StudySetting:
+    """Everything a run depends on besides the data.
 
-    `geometry` holds KFC's arguments, or with "kind": "Diagonal" those of AdaDPS; None is DP-SGD. Its `probe` holds the
-    arguments of `PinkNoise`, or {"public": the name of a data set}, {"pool": the name of noise that took the way of the
-    features}, {"sparse": the arguments of `Tabular.sparse`}, or {"oracle": "records"} for the private records
-    themselves. `noise` holds the name of the noise and its arguments; None is independent. `optimizer` holds the name
-    of the optimizer (Adam, AdamW, DPAdamBC, or DiSK around SGD) and its arguments; None is SGD. `model` is one of
-    `MODELS`; None is the paper's CNN. `change` is one of `CHANGES`, made to every image of the data set; None is none.
-    `course` is how often accuracy is measured on the way; None is never.
+    Args:
+        dataset: A name in `DATASETS`.
+        arm: The method that the run belongs to.
+        lr: The learning rate.
+        geometry: The arguments of `KFC`, or of `Diagonal` (AdaDPS) with "kind": "Diagonal"; None
+            is DP-SGD. Its "probe" holds the arguments of `PinkNoise`, or one of {"public": data
+            set}, {"pool": noise mapped by the same features}, {"sparse": arguments of
+            `Tabular.sparse`} and {"oracle": "records"}, the private records themselves.
+        ema: The decay of the averaged copy of the weights; 0 for none. It is post-processing and
+            costs no budget.
+        scaling: The range of pixels.
+        validation: The number of training records held out at the end; 0 trains on all records
+            and measures accuracy on the test set.
+        noise: The name of a noise and its arguments; None is independent noise.
+        optimizer: The name of an optimizer (Adam, AdamW, DPAdamBC, or DiSK around SGD) and its
+            arguments; None is SGD.
+        model: A name in `MODELS`; None is the paper's CNN.
+        change: A name in `CHANGES`, applied to every image; None leaves images as they are.
+        course: How often accuracy is measured during training; None is never.
     """
 
     dataset: str
@@ -92,12 +121,10 @@ class Setting:
     momentum: float = 0.9
     label_smoothing: float = 0.0
     schedule: str = "constant"
-    ema: float = 0.99  # decay of the averaged copy of the iterates; 0 for none. Post-processing, so it is free
+    ema: float = 0.99
     scaling: Scaling = "unit"
     seed: int = 0
-    validation: int = (
-        5000  # training records held out at the end; 0 trains on all and measures on the test set
-    )
+    validation: int = 5000
     noise: Mapping[str, Any] | None = None
     optimizer: Mapping[str, Any] | None = None
     model: str | None = None
@@ -106,7 +133,8 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """A hash of the contents."""
+        """A hash of the contents, by which recorded results are found again."""
+        # These fields were added later: left out where None, so that older keys stay valid.
         added = ("noise", "optimizer", "model", "change", "course")
         contents = {k: v for k, v in asdict(self).items() if k not in added or v is not None}
         return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:16]
@@ -122,27 +150,33 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Result:
-    """Accuracies on the held-out records (if the setting has any) or the test set."""
+class StudyResult:
+    """Accuracies of a run, on its held-out records or, without any, on the test set.
 
-    last: float  # of the last iterate
-    average: float | None  # of the averaged iterates
-    epsilon: float  # of this run alone
+    Args:
+        last: The accuracy of the last weights.
+        average: The accuracy of the averaged weights, if they were kept.
+        epsilon: The privacy of this run alone.
+        course: Accuracies during training on the first `COURSE` records, of the averaged weights
+            if they were kept.
+    """
+
+    last: float
+    average: float | None
+    epsilon: float
     noise_multiplier: float
     steps: int
     seconds: float
-    course: tuple[float, ...] | None = (
-        None  # of the averaged iterates if there are, on the first `COURSE` records
-    )
+    course: tuple[float, ...] | None = None
 
 
 def train(
-    setting: Setting,
+    setting: StudySetting,
     load: Load,
-    on_step: Callable[[int, int], None] = lambda done, of: None,
+    on_step: Callable[[int, int], None] = lambda done, total: None,
     device: str = "cpu",
-) -> Result:
-    """A plain PyTorch loop; `on_step(done, of)` is called after every step."""
+) -> StudyResult:
+    """Train with a plain PyTorch loop; `on_step(done, total)` is called after every step."""
     records, measured = split(
         changed(load(setting.dataset, setting.scaling), setting.change), setting.validation
     )
@@ -156,7 +190,7 @@ def train(
     def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(model(images), labels, label_smoothing=setting.label_smoothing)
 
-    private = dpkfc.make_private(
+    run = dpkfc.make_private(
         model,
         optimizer,
         on_device(records, device),
@@ -170,54 +204,64 @@ def train(
         seed=setting.seed,
         loss=lambda model, batch: loss_of(model, *batch),
     )
-    steps, factor = private.plan.steps, SCHEDULES[setting.schedule]
+    steps = run.plan.steps
+    factor = SCHEDULES[setting.schedule]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step / steps))
     weights = list(model.parameters())
     average = [w.detach().clone() for w in weights]
-    stops = {
-        round(steps * part / (setting.course or 1)) for part in range(1, 1 + (setting.course or 0))
-    }
+    looks = setting.course or 0
+    look_at = {round(steps * look / looks) for look in range(1, 1 + looks)}
     course = []
-    begun = time.perf_counter()
-    for images, labels in private.loader:
+    started = time.perf_counter()
+    for images, labels in run.loader:
         loss_of(model, images, labels).backward()
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
         if setting.ema:
-            pull = max(
-                1 - setting.ema, 1 / private.steps
-            )  # the plain mean at first, so the start is forgotten
+            # The plain mean at first, so that the initial weights are forgotten.
+            share = max(1 - setting.ema, 1 / run.steps)
             with at_iterate(optimizer):
                 for mean, w in zip(average, weights, strict=True):
-                    mean.lerp_(w.detach(), pull)
-        if private.steps in stops:
-            with at_iterate(optimizer), holding(weights, average if setting.ema else weights):
+                    mean.lerp_(w.detach(), share)
+        if run.steps in look_at:
+            with at_iterate(optimizer), swapped(weights, average if setting.ema else weights):
                 course.append(accuracy(model, *(part[:COURSE] for part in measured.tensors)))
-        on_step(private.steps, steps)
-    seconds = time.perf_counter() - begun
-    private.detach()
+        on_step(run.steps, steps)
+    seconds = time.perf_counter() - started
+    run.detach()
     with at_iterate(optimizer):
-        last, averaged = accuracy(model, *measured.tensors), None
+        last = accuracy(model, *measured.tensors)
+    averaged = None
     if setting.ema:
-        with holding(weights, average):
+        with swapped(weights, average):
             averaged = accuracy(model, *measured.tensors)
-    spent = (private.epsilon(), private.plan.noise_multiplier, private.steps, seconds)
-    return Result(last, averaged, *spent, tuple(course) if setting.course else None)
+    return StudyResult(
+        last=last,
+        average=averaged,
+        epsilon=run.epsilon(),
+        noise_multiplier=run.plan.noise_multiplier,
+        steps=run.steps,
+        seconds=seconds,
+        course=tuple(course) if setting.course else None,
+    )
 
 
 @contextmanager
-def holding(weights: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
-    """Other values in the weights for a while."""
-    own = [w.detach().clone() for w in weights]
+def swapped(weights: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
+    """Replace the weights by other values within the context."""
+    originals = [w.detach().clone() for w in weights]
     with torch.no_grad():
         torch._foreach_copy_(list(weights), list(values))
         yield
-        torch._foreach_copy_(list(weights), own)
+        torch._foreach_copy_(list(weights), originals)
 
 
 def split(data: Data, validation: int) -> Data:
-    """What is trained on and what accuracy is measured on: held-out training records, or the test set if none are."""
+    """Return the records to train on and those to measure accuracy on.
+
+    The latter are the last `validation` training records, or the test set if that is 0.
+    """
     records, test = data
     if not validation:
         return records, test
@@ -229,40 +273,40 @@ def split(data: Data, validation: int) -> Data:
 
 
 def scaled(data: Data, scaling: Scaling) -> Data:
-    """Pixels as they are, in [0, 1], or "centred": in [-1, 1]."""
+    """Return the data with pixels in [0, 1], as they are ("unit"), or in [-1, 1] ("centred")."""
     if scaling == "unit":
         return data
-    (x, y), (other_x, other_y) = (part.tensors for part in data)
-    return TensorDataset(2 * x - 1, y), TensorDataset(2 * other_x - 1, other_y)
+    (x, y), (test_x, test_y) = (part.tensors for part in data)
+    return TensorDataset(2 * x - 1, y), TensorDataset(2 * test_x - 1, test_y)
 
 
 def changed(data: Data, change: str | None) -> Data:
-    """Every image changed in the same way, which no record tells."""
+    """Apply the same public change to every image."""
     if change is None:
         return data
-    (x, y), (other_x, other_y) = (part.tensors for part in data)
-    return TensorDataset(CHANGES[change](x), y), TensorDataset(CHANGES[change](other_x), other_y)
+    (x, y), (test_x, test_y) = (part.tensors for part in data)
+    return TensorDataset(CHANGES[change](x), y), TensorDataset(CHANGES[change](test_x), test_y)
 
 
-def optimizer_of(setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(setting: StudySetting, model: nn.Module) -> torch.optim.Optimizer:
     options = dict(setting.optimizer or {"name": "SGD"})
     name = options.pop("name")
     if name in ("SGD", "DiSK"):
         sgd = torch.optim.SGD(model.parameters(), lr=setting.lr, momentum=setting.momentum)
         return sgd if name == "SGD" else dpkfc.optim.DiSK(sgd, **options)
-    make: Callable[..., torch.optim.Optimizer] = getattr(
+    optimizer_class: Callable[..., torch.optim.Optimizer] = getattr(
         dpkfc.optim if name == "DPAdamBC" else torch.optim, name
     )
-    return make(model.parameters(), lr=setting.lr, **options)
+    return optimizer_class(model.parameters(), lr=setting.lr, **options)
 
 
 def at_iterate(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-    """Where the model is to be looked at: DiSK stands ahead of its iterate."""
+    """Evaluate the model at its iterate: DiSK computes gradients at a point ahead of it."""
     return optimizer.iterate() if isinstance(optimizer, dpkfc.optim.DiSK) else nullcontext()
 
 
 def geometry_of(
-    setting: Setting, records: TensorDataset, load: Load
+    setting: StudySetting, records: TensorDataset, load: Load
 ) -> dpkfc.KFC | dpkfc.Diagonal | None:
     if setting.geometry is None:
         return None
@@ -274,7 +318,7 @@ def geometry_of(
 
 
 def probe_of(
-    source: Mapping[str, Any], setting: Setting, records: TensorDataset, load: Load
+    source: Mapping[str, Any], setting: StudySetting, records: TensorDataset, load: Load
 ) -> Probe:
     shape = tuple(records.tensors[0].shape[1:])
     if "public" in source or "pool" in source:
@@ -284,19 +328,22 @@ def probe_of(
         return dpkfc.probes.Tabular.sparse(shape[0], **source["sparse"])
     if "oracle" in source:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="Oracle builds"
-            )  # on purpose, and told by the epsilon
+            # Intended here: the run reports an infinite epsilon.
+            warnings.filterwarnings("ignore", message="Oracle builds")
             return dpkfc.probes.Oracle(records)
     return dpkfc.probes.PinkNoise(shape=shape, classes=len(DATASETS[setting.dataset][0]), **source)
 
 
 def fitted(images: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Images [N, C, H, W] brought to another shape: grey or coloured, stretched. Features must have it already."""
+    """Convert images [N, C, H, W] to the channels and the size of `shape`, by means and resizing.
+
+    Features, which have no such shape, must match already.
+    """
     if len(shape) != 3:
         if tuple(images.shape[1:]) != shape:
             raise ValueError(
                 f"features of shape {tuple(images.shape[1:])} are no probes for records of {shape}"
+                ": choose a source with the same features"
             )
         return images
     if images.shape[1] != shape[0]:
@@ -306,17 +353,20 @@ def fitted(images: Tensor, shape: tuple[int, ...]) -> Tensor:
     return images
 
 
-def noise_of(setting: Setting) -> Noise | None:
+def noise_of(setting: StudySetting) -> Noise | None:
     if setting.noise is None:
         return None
     options = dict(setting.noise)
-    recipe: Callable[..., Noise] = getattr(dpkfc.noise, options.pop("name"))
-    return recipe(**options)
+    noise_class: Callable[..., Noise] = getattr(dpkfc.noise, options.pop("name"))
+    return noise_class(**options)
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    device, parts = next(model.parameters()).device, zip(x.split(1000), y.split(1000), strict=True)
-    return sum(
+    """Return the share of records that the model classifies correctly."""
+    device = next(model.parameters()).device
+    parts = zip(x.split(1000), y.split(1000), strict=True)
+    correct = (
         int((model(part.to(device)).argmax(1).cpu() == labels).sum()) for part, labels in parts
-    ) / len(y)
+    )
+    return sum(correct) / len(y)

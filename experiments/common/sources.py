@@ -1,8 +1,9 @@
-"""What the paper's diagnostic figures share: the private task, the sources of geometry, the models and their training.
+"""What the diagnostic figures share: the private task, sources of geometry, models, training.
 
-The private task is MNIST. A geometry is known from the private images themselves (the oracle), from public images, or
-from noise; three more sources are controls (see `ABOUT`). Scale and brightness of the inputs decide much, so all is
-measured twice: on inputs standardised as in the paper's code, and on pixels in [0, 1].
+The private task is MNIST. The geometry comes from the private images themselves (the oracle), from
+public images, or from noise; three more sources are controls (see `ABOUT`). Scale and brightness
+of the inputs matter, so everything is measured twice: on inputs standardised as in the paper's
+code, and on pixels in [0, 1].
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from experiments.common.figures import OnStep
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -24,33 +24,37 @@ from dpkfc.app.models import mlp, paper_cnn, tiny_vit
 from dpkfc.app.readers.cifar import cifar10
 from dpkfc.app.readers.idx import CLASSES, SIDE, idx_images
 from dpkfc.app.readers.records import on_device
-from dpkfc.errors import PrivacyError
 from dpkfc.geometry.identity import Geometry
 from dpkfc.planning.plan import Plan
 from dpkfc.probes.probe import Probe
+from experiments.common.figures import OnStep
 
-ORACLE, OTHERS, UNLABELLED = "oracle", "other private images", "private images, random labels"
-MATCHED, MISMATCHED = "matched public", "mismatched public"  # FashionMNIST, CIFAR-10
-SYNTHETIC, BRIGHT, WHITE = (
-    "synthetic",
-    "synthetic, bright",
-    "white noise",
-)  # pink noise, pink noise, and what it says
-LOOKED_AT = (OTHERS, UNLABELLED, MATCHED, MISMATCHED, SYNTHETIC, BRIGHT, WHITE)
-STANDARDISED, PIXELS = "standardised inputs", "pixels in [0, 1]"
-INPUTS = {STANDARDISED: "", PIXELS: "-pixels"}  # and how files about them end
+# Names of the sources, as the recorded results have them.
+ORACLE = "oracle"
+OTHERS = "other private images"
+UNLABELLED = "private images, random labels"
+MATCHED = "matched public"  # FashionMNIST
+MISMATCHED = "mismatched public"  # CIFAR-10
+SYNTHETIC = "synthetic"  # pink noise
+BRIGHT = "synthetic, bright"  # pink noise about as bright as the images
+WHITE = "white noise"
+COMPARED = (OTHERS, UNLABELLED, MATCHED, MISMATCHED, SYNTHETIC, BRIGHT, WHITE)
+STANDARDISED = "standardised inputs"
+PIXELS = "pixels in [0, 1]"
+INPUTS = {STANDARDISED: "", PIXELS: "-pixels"}  # and the ending of file names about them
 ABOUT = (
-    "Private task: MNIST. Matched public: FashionMNIST; mismatched public: CIFAR-10, grey, at 28 x 28; synthetic: pink "
-    "noise with power 1/f² and mean 0; bright: pink noise about as bright as pixels are (mean 0.3, standard deviation "
-    "0.3 on the scale of pixels); white noise: a flat spectrum. Images have their own labels, noise has uniform ones. "
-    "Controls: other private images with their labels show what the sample alone accounts for, private images with "
-    "random labels what the labels do, and white noise what does not depend on the inputs' spectrum.",
-    "Inputs are scaled in two ways. *Standardised*: (x - 0.1307) / 0.3081 for MNIST and FashionMNIST, (x - 0.5) / 0.5 "
-    "for CIFAR-10, as in the paper's code, and noise of standard deviation 1, as in its text. (The first are "
-    "statistics of the private records, for which no budget pays.) *Pixels in [0, 1]*: images as they are, noise of "
-    "standard deviation 0.5.",
+    "Private task: MNIST. Matched public: FashionMNIST; mismatched public: CIFAR-10, grey, at 28 x "
+    "28; synthetic: pink noise with power 1/f² and mean 0; bright: pink noise about as bright as "
+    "pixels are (mean 0.3, standard deviation 0.3 on the scale of pixels); white noise: a flat "
+    "spectrum. Images have their own labels, noise has uniform ones. Controls: other private "
+    "images with their labels show what the sample alone accounts for, private images with random "
+    "labels what the labels do, and white noise what does not depend on the inputs' spectrum.",
+    "Inputs are scaled in two ways. *Standardised*: (x - 0.1307) / 0.3081 for MNIST and "
+    "FashionMNIST, (x - 0.5) / 0.5 for CIFAR-10, as in the paper's code, and noise of standard "
+    "deviation 1, as in its text. (The first are statistics of the private records, for which no "
+    "budget pays.) *Pixels in [0, 1]*: images as they are, noise of standard deviation 0.5.",
 )
-STYLES: dict[str, dict[str, Any]] = {  # Okabe and Ito's colours: told apart by all eyes
+STYLES: dict[str, dict[str, Any]] = {  # Okabe and Ito's colours, safe for colour blindness
     ORACLE: {"color": "black", "linestyle": "--", "linewidth": 1.8, "zorder": 5},
     OTHERS: {"color": "0.45", "linestyle": ":", "linewidth": 1.6},
     UNLABELLED: {"color": "0.45", "linestyle": "-.", "linewidth": 1.2},
@@ -68,15 +72,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         image=SIDE, patch=7, channels=1, classes=CLASSES, width=64, depth=2, heads=4
     ),
 }
-RATES = {
-    "MLP": 0.1,
-    "CNN": 0.08,
-    "ViT": 0.3,
-}  # learning rates of DP-KFC at which a short run learns
+# Learning rates at which a short run of DP-KFC learns.
+RATES = {"MLP": 0.1, "CNN": 0.08, "ViT": 0.3}
 BLOCKS = (1, 2)
-LAYERS: dict[
-    str, dict[str, str]
-] = {  # those with Kronecker factors: what the model calls them, and what they are
+# Layers with Kronecker factors: from their names in the model to readable ones.
+LAYERS: dict[str, dict[str, str]] = {
     "MLP": {"1": "fc1", "3": "fc2", "5": "fc3"},
     "CNN": {name: name for name in ("conv1", "conv2", "fc1", "fc2")},
     "ViT": {"0.project": "patches"}
@@ -94,21 +94,22 @@ LAYERS: dict[
 }
 SEEDS = (0, 1, 2)
 DELTA = 1e-5
-MEAN, STD = 0.1307, 0.3081  # of MNIST's pixels
-PUBLIC = 10_000  # public images that there are
+MEAN = 0.1307  # of MNIST's pixels
+STD = 0.3081
+PUBLIC = 10_000  # public images per source
 LUMINANCE = (0.299, 0.587, 0.114)
 
-Found = TypeVar("Found")
+Observation = TypeVar("Observation")
 
 
 @dataclass(frozen=True)
-class Run:
-    """A private training run, and the steps after which one looks at its weights."""
+class TrainingRun:
+    """A private training run, and the steps (`looks`) after which its weights are examined."""
 
     model: str
     seed: int
     lr: float
-    looks: tuple[int, ...]  # 0: at the initial weights; the last: at the end
+    looks: tuple[int, ...]  # 0 is at the initial weights; the last one is the end of the run
     method: str = "DP-KFC"  # or "DP-SGD"
     epsilon: float = 1.0
     batch_size: int = 256
@@ -117,7 +118,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Task:
+class DiagnosticTask:
     """The private records, the test set, and the sources by name."""
 
     records: TensorDataset
@@ -125,45 +126,47 @@ class Task:
     sources: Mapping[str, Probe]
 
 
-def load(data_dir: Path | None) -> dict[str, Task]:
-    """MNIST with all sources, by the scaling of the inputs.
+def load(data_dir: Path | None) -> dict[str, DiagnosticTask]:
+    """Load MNIST and all sources, once per scaling of the inputs.
 
-    Data that is missing or broken is a `PrivacyError` that says what to fetch.
+    Raises:
+        FileNotFoundError: A data set is missing; the message says what to fetch.
+        ValueError: A file is broken.
     """
-    try:
-        (records, test), (fashion, _) = (
-            idx_images(name, data_dir) for name in ("mnist", "fashion-mnist")
-        )
-        natural, classes = cifar10(data_dir)[0][:PUBLIC]
-    except (OSError, ValueError) as error:
-        raise PrivacyError(str(error)) from error
-    cifar = grey_images(natural), classes
+    records, test = idx_images("mnist", data_dir)
+    fashion, _ = idx_images("fashion-mnist", data_dir)
+    natural, classes = cifar10(data_dir)[0][:PUBLIC]
+    cifar = (grey_images(natural), classes)
 
     def scaled(images: Tensor, mean: float = MEAN, std: float = STD) -> Tensor:
         return (images - mean) / std
 
-    mnist, tests, dressed = (
+    scaled_records, scaled_test, scaled_fashion = (
         (scaled(data.tensors[0]), data.tensors[1]) for data in (records, test, fashion)
     )
+    scaled_cifar = (scaled(cifar[0], 0.5, 0.5), classes)
+    scaled_bright = ((0.3 - MEAN) / STD, 0.3 / STD)
     return {
-        STANDARDISED: Task(
-            TensorDataset(*mnist),
-            TensorDataset(*tests),
-            _private(*mnist)
-            | _others(
-                dressed, (scaled(cifar[0], 0.5, 0.5), classes), 1.0, ((0.3 - MEAN) / STD, 0.3 / STD)
-            ),
+        STANDARDISED: DiagnosticTask(
+            TensorDataset(*scaled_records),
+            TensorDataset(*scaled_test),
+            _private_sources(*scaled_records)
+            | _other_sources(scaled_fashion, scaled_cifar, 1.0, scaled_bright),
         ),
-        PIXELS: Task(
+        PIXELS: DiagnosticTask(
             records,
             test,
-            _private(*records.tensors) | _others(fashion.tensors, cifar, 0.5, (0.3, 0.3)),
+            _private_sources(*records.tensors)
+            | _other_sources(fashion.tensors, cifar, 0.5, (0.3, 0.3)),
         ),
     }
 
 
-def _private(images: Tensor, labels: Tensor) -> dict[str, Probe]:
-    """The first half for the oracle. (Not every other image: those are of two groups of writers in turn.)"""
+def _private_sources(images: Tensor, labels: Tensor) -> dict[str, Probe]:
+    """Give the first half of the private images to the oracle, the second to its controls.
+
+    Not every other image: two groups of writers alternate in MNIST.
+    """
     half = len(images) // 2
     return {
         ORACLE: oracle(images[:half], labels[:half]),
@@ -173,7 +176,7 @@ def _private(images: Tensor, labels: Tensor) -> dict[str, Probe]:
 
 
 def oracle(images: Tensor, labels: Tensor | None = None) -> dpkfc.probes.Oracle:
-    """Private images as a source, with their labels if there are any. That it is not private is known here."""
+    """Return private images as a source, with their labels if given, without the usual warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Oracle builds the geometry", UserWarning)
         return (
@@ -183,13 +186,16 @@ def oracle(images: Tensor, labels: Tensor | None = None) -> dpkfc.probes.Oracle:
         )
 
 
-def _others(
+def _other_sources(
     matched: tuple[Tensor, ...],
     mismatched: tuple[Tensor, ...],
     std: float,
     bright: tuple[float, float],
 ) -> dict[str, Probe]:
-    """Public images, and noise of standard deviation `std`; for bright noise mean and standard deviation are given."""
+    """Return public images, and noise of standard deviation `std`.
+
+    `bright` is the mean and the standard deviation of bright noise.
+    """
     noise: dict[str, Any] = {"shape": (1, SIDE, SIDE), "classes": CLASSES}
     return {
         MATCHED: dpkfc.probes.PublicData(tuple(part[:PUBLIC] for part in matched), labels=True),
@@ -201,48 +207,51 @@ def _others(
 
 
 def grey_images(images: Tensor) -> Tensor:
-    """Colour images [n, 3, h, w] as [n, 1, 28, 28]: their luminance, resized."""
+    """Convert colour images [n, 3, h, w] to [n, 1, 28, 28]: their luminance, resized."""
     weights = torch.tensor(LUMINANCE).view(1, 3, 1, 1)
     grey = (images * weights).sum(1, keepdim=True)
     return F.interpolate(grey, (SIDE, SIDE), mode="bilinear", antialias=True, align_corners=False)
 
 
-def fresh(run: Run, device: str = "cpu") -> nn.Module:
-    """The model of a run at its initial weights."""
+def initial_model(run: TrainingRun, device: str = "cpu") -> nn.Module:
+    """Return the model of a run at its initial weights."""
     torch.manual_seed(run.seed)
     return MODELS[run.model]().to(device)
 
 
-def through_training(
-    run: Run,
+def observe_training(
+    training: TrainingRun,
     model: nn.Module,
     records: TensorDataset,
     geometry: Geometry,
-    look: Callable[[nn.Module, Plan], Found],
-    on_step: OnStep = lambda done, of: None,
-) -> dict[str, Found]:
-    """What `look` finds after each of the steps `run.looks` of private training by SGD, by the number of the step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=run.lr, momentum=run.momentum)
-    private = dpkfc.make_private(
+    look: Callable[[nn.Module, Plan], Observation],
+    on_step: OnStep = lambda done, total: None,
+) -> dict[str, Observation]:
+    """Train privately by SGD and return what `look` observes after each step in `training.looks`.
+
+    The result is keyed by the number of the step, as a string.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=training.lr, momentum=training.momentum)
+    run = dpkfc.make_private(
         model,
         optimizer,
         on_device(records, next(model.parameters()).device),
-        epsilon=run.epsilon,
+        epsilon=training.epsilon,
         delta=DELTA,
-        steps=max(run.looks),
-        batch_size=run.batch_size,
-        clip=run.clip,
+        steps=max(training.looks),
+        batch_size=training.batch_size,
+        clip=training.clip,
         geometry=geometry,
-        seed=run.seed,
+        seed=training.seed,
         loss=dpkfc.losses.cross_entropy,
     )
-    found = {"0": look(model, private.plan)} if 0 in run.looks else {}
-    for images, labels in private.loader:
+    observations = {"0": look(model, run.plan)} if 0 in training.looks else {}
+    for images, labels in run.loader:
         F.cross_entropy(model(images), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
-        on_step(private.steps, private.plan.steps)
-        if private.steps in run.looks:
-            found[str(private.steps)] = look(model, private.plan)
-    private.detach()
-    return found
+        on_step(run.steps, run.plan.steps)
+        if run.steps in training.looks:
+            observations[str(run.steps)] = look(model, run.plan)
+    run.detach()
+    return observations

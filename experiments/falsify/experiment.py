@@ -1,39 +1,42 @@
-"""Is geometry from noise as good as geometry from the private records? The test that would refute the data-free claim.
+"""Geometry from noise compared with geometry from the private records, at equal noise.
 
-    dpkfc reproduce falsify --data-dir DATA
-    python -m experiments.falsify --data-dir DATA --task "mnist mlp" --out runs/falsify.jsonl
-
-The same model, batches, noise and clip, seed by seed; only the source of the factors differs: synthetic pink noise, the
-private records (the oracle, which is not private), another public data set, white noise, or no geometry (DP-SGD).
-Short runs at epsilon 1: one epoch by the perceptron, half a one by the CNN. Every arm has two learning rates, chosen on
-validation records, then five new seeds. Two measures: the test accuracy at the end, and convergence, the mean of the
-accuracies at eight times of the run. Differences to the oracle are taken within a seed, with a 95% interval of
-Student's t. "Materially different" is an interval that lies wholly beyond ±0.5 points, "the same" one wholly within;
-anything else is not decided by this many seeds.
+Model, batches, noise and clip are the same within a seed; only the source of the factors differs:
+synthetic pink noise, the private records (the oracle, which is not private), another public data
+set, white noise, or no geometry (DP-SGD). Runs are short, at epsilon 1: one epoch for the
+perceptron, half an epoch for the CNN. Every arm has two learning rates to try, chosen on
+validation records, and then five new seeds. Two quantities are measured: the test accuracy at the
+end, and convergence, which is the mean of the accuracies at eight times of the run. Differences to
+the oracle are taken within a seed, with a 95% interval of Student's t; see
+`experiments.common.differences` for the verdicts.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
-from experiments.common.setting import PAPER
-from experiments.common.study import Grid, Row, Study, choose, finals, main
-from experiments.geometry.experiment import BRIGHT, SCALING
 from rich.console import Console
-from scipy import stats
 
 from dpkfc.app.readers.idx import Scaling
 from dpkfc.app.reports.experiment_report import publish
 from dpkfc.app.reports.text import markdown_table
+from experiments.common.differences import (
+    MARGIN,
+    PairedDifference,
+    differences_to,
+    final_accuracy,
+    mean_accuracy,
+    verdict,
+)
+from experiments.common.options import ReproduceOptions
+from experiments.common.setting import BRIGHT, PAPER, SCALING
+from experiments.common.study import Grid, Row, Study, finals, reproduce_study
 
-MARGIN = 0.5  # points that matter
-SHORT: dict[str, dict[str, Any]] = {  # runs of seconds, by model: 118 and 235 steps of 256 records
+# Short runs by model: 118 and 235 steps of 256 records.
+SHORT: dict[str, dict[str, Any]] = {
     "cnn": {"model": None, "epochs": 0.5, "ema": 0.95, "course": 8},
     "mlp": {"model": "mlp", "epochs": 1, "ema": 0.95, "course": 8},
 }
@@ -46,170 +49,100 @@ COLORS = {
     "public": "tab:green",
     "white noise": "tab:orange",
 }
-Measure = Callable[
-    [Mapping[str, Any], str], float
-]  # of a result, and of the weights that were chosen
 
 
 def kfc(probe: Mapping[str, Any]) -> dict[str, Any]:
-    """The paper's map, before the noise only, cut at rank 32; factors from `probe`."""
+    """Return the paper's map, before the noise only, at rank 32, with factors from `probe`."""
     return PAPER | {"probe": dict(probe), "rank": 32}
 
 
 def pink(scaling: Scaling, **changes: Any) -> dict[str, Any]:
+    """Return the arguments of bright pink noise, with some of them changed."""
     return {**BRIGHT[scaling], **changes}
 
 
 def common(dataset: str, model: str) -> dict[str, Any]:
+    """Return what all runs of a task have in common."""
     return {"dataset": dataset, "scaling": SCALING[dataset], **SHORT[model]}
 
 
-def grid(name: str) -> Grid:
-    dataset, model = name.split()
-    bright = SCALING[dataset]
+def grid(task: str) -> Grid:
+    """Return the tries of a task: two learning rates for every source of the factors."""
+    dataset, model = task.split()
+    scaling = SCALING[dataset]
     geometries: dict[str, dict[str, Any] | None] = {
         "dp-sgd": None,
-        "synthetic": kfc(pink(bright)),
+        "synthetic": kfc(pink(scaling)),
         "oracle": kfc({"oracle": "records"}),
         "public": kfc({"public": PUBLIC[dataset]}),
-        "white noise": kfc(pink(bright, alpha=0.0)),
+        "white noise": kfc(pink(scaling, alpha=0.0)),
     }
     return {
-        arm: [{"lr": lr, "geometry": found} for lr in RATES[model]]
-        for arm, found in geometries.items()
+        arm: [{"lr": lr, "geometry": geometry} for lr in RATES[model]]
+        for arm, geometry in geometries.items()
     }
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Of two arms, within each seed, in points: the mean and its 95% interval."""
-
-    mean: float
-    low: float
-    high: float
-    seeds: int
-
-    @property
-    def beyond_chance(self) -> bool:
-        return self.low > 0 or self.high < 0
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.2f} ({self.low:+.2f} to {self.high:+.2f}, {self.seeds} seeds)"
-
-
-def paired(own: Mapping[int, float], other: Mapping[int, float]) -> Difference | None:
-    """``d̄ ± t_{.975, n-1} s_d / √n`` over the seeds that both have; None for fewer than two.
-
-    >>> print(paired({1: 0.91, 2: 0.93, 3: 0.95}, {1: 0.90, 2: 0.91, 3: 0.92}))
-    +2.00 (-0.48 to +4.48, 3 seeds)
-    """
-    gaps = [100 * (own[seed] - other[seed]) for seed in own if seed in other]
-    if len(gaps) < 2:
-        return None
-    half = float(stats.t.ppf(0.975, len(gaps) - 1)) * stdev(gaps) / math.sqrt(len(gaps))
-    return Difference(fmean(gaps), fmean(gaps) - half, fmean(gaps) + half, len(gaps))
-
-
-def verdict(difference: Difference) -> str:
-    if difference.low > MARGIN:
-        return "materially better"
-    if difference.high < -MARGIN:
-        return "materially worse"
-    return "the same" if difference.low >= -MARGIN and difference.high <= MARGIN else "not decided"
-
-
-def at_the_end(result: Mapping[str, Any], weights: str) -> float:
-    return float(result[weights])
-
-
-def on_the_way(result: Mapping[str, Any], weights: str) -> float:
-    return fmean(result["course"])
-
-
-def by_seed(
-    study: Study, rows: Sequence[Row], task: str, arm: str, measure: Measure = at_the_end
-) -> dict[int, float]:
-    """What is measured of an arm's chosen setting, by the seed of the run; nothing if it was not run."""
-    try:
-        weights = choose(study, rows, task, arm)[1]
-    except ValueError:
-        return {}
-    found = {row["key"]: row["result"] for row in rows}
-    runs = [final for final in finals(study, rows, task, [arm]) if final.key in found]
-    return {run.seed: measure(found[run.key], weights) for run in runs}
-
-
-def compared(
-    study: Study,
-    rows: Sequence[Row],
-    against: str,
-    arms: Iterable[str],
-    measure: Measure = at_the_end,
-) -> dict[tuple[str, str], Difference]:
-    """The differences of arms to one of them, by task and arm, where there are runs enough."""
-    found = {}
-    for task in study.tasks:
-        reference = by_seed(study, rows, task, against, measure)
-        for arm in arms:
-            difference = paired(by_seed(study, rows, task, arm, measure), reference)
-            if arm != against and difference is not None:
-                found[task, arm] = difference
-    return found
 
 
 def report(study: Study, rows: Sequence[Row], folder: Path, console: Console) -> None:
-    ends, ways = (
-        compared(study, rows, "oracle", study.arms, measure) for measure in (at_the_end, on_the_way)
-    )
+    """Write falsify.md and falsify.png: the differences to the oracle and their verdicts."""
+    final = differences_to(study, rows, "oracle", study.arms, final_accuracy)
+    course = differences_to(study, rows, "oracle", study.arms, mean_accuracy)
     cells = [
-        [*name, str(end), verdict(end), str(ways[name]), verdict(ways[name])]
-        for name, end in ends.items()
+        [*name, str(end), verdict(end), str(course[name]), verdict(course[name])]
+        for name, end in final.items()
     ]
-    headings = ["task", "arm", "at the end, points", "", "on the way, points", ""]
+    headings = ["task", "arm", "at the end, points", "", "during training, points", ""]
     text = "\n\n".join(
         [
             "# Geometry from noise against geometry from the private records",
             "    dpkfc reproduce falsify",
-            finding(ends, ways),
-            "Accuracy less that of the oracle, whose factors come from the private records (so it is not private), at "
-            "the same noise, batches and first weights: mean over seeds and its 95% interval. At the end: test "
-            "accuracy after one epoch (mlp) or half a one (cnn). On the way: the mean over eight times of the run, for "
-            "how fast it converges. "
-            f"Materially: the interval lies beyond ±{MARGIN:g} points. Accuracies and tries are in accuracy.md.",
+            finding(final, course),
+            "Accuracy minus that of the oracle, whose factors come from the private records (so it "
+            "is not private), at the same noise, batches and initial weights: mean over seeds and "
+            "95% interval. At the end: test accuracy after one epoch (mlp) or half an epoch (cnn). "
+            "During training: the mean accuracy at eight times of the run, which measures how fast "
+            "it converges. "
+            f"Material: the interval lies beyond ±{MARGIN:g} points. Accuracies and tries are in "
+            "accuracy.md.",
             markdown_table(headings, cells, left=2),
-            "![accuracy on the way, by arm](falsify.png)",
+            "![accuracy during training, by arm](falsify.png)",
         ]
     )
     publish(folder / "falsify", text + "\n", console, partial(plot, study, rows))
 
 
 def finding(
-    ends: Mapping[tuple[str, str], Difference], ways: Mapping[tuple[str, str], Difference]
+    final: Mapping[tuple[str, str], PairedDifference],
+    course: Mapping[tuple[str, str], PairedDifference],
 ) -> str:
-    """What becomes of the claim that synthetic geometry is as good as the oracle's."""
+    """Say whether the claim survives that synthetic geometry is as good as the oracle's."""
     by_verdict: dict[str, list[str]] = {}
-    apart = []
-    for measured, differences in (("at the end", ends), ("on the way", ways)):
-        for (name, arm), difference in differences.items():
+    significant = []
+    for when, differences in (("at the end", final), ("during training", course)):
+        for (task, arm), difference in differences.items():
             if arm == "synthetic":
-                by_verdict.setdefault(verdict(difference), []).append(f"{name} {measured}")
-                if difference.beyond_chance:
-                    apart.append(f"{name} {measured} ({difference.mean:+.2f})")
+                by_verdict.setdefault(verdict(difference), []).append(f"{task} {when}")
+                if difference.significant:
+                    significant.append(f"{task} {when} ({difference.mean:+.2f})")
     if not by_verdict:
         return "Too few runs for a finding."
-    told = "; ".join(f"{outcome}: {', '.join(where)}" for outcome, where in by_verdict.items())
-    told += f". Apart from zero, by however little: {', '.join(apart) or 'none'}"
+    summary = "; ".join(f"{outcome}: {', '.join(where)}" for outcome, where in by_verdict.items())
+    summary += f". Intervals that exclude zero: {', '.join(significant) or 'none'}"
     if "materially worse" in by_verdict:
         return (
-            f"**The data-free claim is refuted in part.** Synthetic against the oracle is {told}."
+            "**The data-free claim is refuted in part.** "
+            f"Synthetic against the oracle is {summary}."
         )
     if "materially better" in by_verdict:
-        return f"**Synthetic geometry is at least as good as the oracle's.** It is {told}."
-    return f"**Not refuted: no difference is shown to be material.** Synthetic against the oracle is {told}."
+        return f"**Synthetic geometry is at least as good as the oracle's.** It is {summary}."
+    return (
+        "**Not refuted: no difference is shown to be material.** "
+        f"Synthetic against the oracle is {summary}."
+    )
 
 
 def plot(study: Study, rows: Sequence[Row], file: Path) -> None:
-    """A panel a task: accuracy on the way, mean over seeds, and a band from the least to the most."""
+    """Draw one panel per task: accuracy during training, its mean over seeds and its range."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -226,7 +159,10 @@ def plot(study: Study, rows: Sequence[Row], file: Path) -> None:
         for arm in study.arms:
             if runs := courses[task, arm]:
                 times = [(1 + number) / len(runs[0]) for number in range(len(runs[0]))]
-                by_time = [[100 * accuracy for accuracy in at] for at in zip(*runs, strict=True)]
+                by_time = [
+                    [100 * accuracy for accuracy in accuracies]
+                    for accuracies in zip(*runs, strict=True)
+                ]
                 panel.plot(
                     times, [*map(fmean, by_time)], "o-", markersize=3, color=COLORS[arm], label=arm
                 )
@@ -245,10 +181,13 @@ def plot(study: Study, rows: Sequence[Row], file: Path) -> None:
 
 
 def _courses(study: Study, rows: Sequence[Row], task: str, arm: str) -> list[list[float]]:
-    found = {row["key"]: row["result"]["course"] for row in rows if row["result"].get("course")}
+    """Return the accuracies during training of every final run of an arm."""
+    recorded = {row["key"]: row["result"]["course"] for row in rows if row["result"].get("course")}
     try:
         return [
-            found[final.key] for final in finals(study, rows, task, [arm]) if final.key in found
+            recorded[final.key]
+            for final in finals(study, rows, task, [arm])
+            if final.key in recorded
         ]
     except ValueError:
         return []
@@ -256,13 +195,16 @@ def _courses(study: Study, rows: Sequence[Row], task: str, arm: str) -> list[lis
 
 STUDY = Study(
     module="experiments.falsify",
-    about="Geometry from synthetic noise against geometry from the private records, at equal noise.",
-    title="Geometry from noise, from the private records and from public ones, epsilon = 1, delta = 1e-05",
+    about="Geometry from synthetic noise and from the private records, at equal noise.",
+    title="Geometry from noise, from the private records and from public ones, "
+    "epsilon = 1, delta = 1e-05",
     tasks={f"{dataset} {model}": common(dataset, model) for model in RATES for dataset in PUBLIC},
     grid=grid,
     seeds=(1, 2, 3, 4, 5),
     report=report,
 )
 
-if __name__ == "__main__":
-    main(STUDY)
+
+def reproduce(options: ReproduceOptions) -> None:
+    """Run the study; quick: one try, one seed and a tenth of an epoch per arm."""
+    reproduce_study(STUDY, options)

@@ -23,8 +23,6 @@ from experiments.common.figures import (
     can_draw,
     claim_table,
     evaluate,
-    finish,
-    new_figure,
     plain_ticks,
     spread,
     text_table,
@@ -48,6 +46,7 @@ from torch.utils.data import TensorDataset
 import dpkfc
 from dpkfc.app.models import paper_cnn, tiny_vit
 from dpkfc.app.readers.cifar import SIDE, cifar10
+from dpkfc.app.reports.figures import finish, new_figure
 from dpkfc.app.reports.text import markdown_table
 from dpkfc.diagnostics.passes import Examples, watched
 from dpkfc.diagnostics.step import Step, step_of

@@ -29,8 +29,6 @@ from experiments.common.figures import (
     claim_table,
     draw_range,
     evaluate,
-    finish,
-    new_figure,
     spread,
     text_table,
     write_page,
@@ -59,6 +57,7 @@ from experiments.common.sources import (
 from torch import nn
 
 import dpkfc
+from dpkfc.app.reports.figures import finish, new_figure
 from dpkfc.app.reports.text import markdown_table
 from dpkfc.diagnostics import kronecker_spectrum
 from dpkfc.planning.plan import Plan

@@ -21,8 +21,6 @@ from experiments.common.figures import (
     can_draw,
     claim_table,
     evaluate,
-    finish,
-    new_figure,
     plain_ticks,
     text_table,
     write_page,
@@ -50,6 +48,7 @@ from experiments.common.sources import (
 from torch import nn
 
 import dpkfc
+from dpkfc.app.reports.figures import finish, new_figure
 from dpkfc.app.reports.text import markdown_table
 from dpkfc.diagnostics import factor_alignment
 from dpkfc.planning.plan import Plan

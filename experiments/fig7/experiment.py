@@ -23,8 +23,6 @@ from experiments.common.figures import (
     claim_table,
     draw_range,
     evaluate,
-    finish,
-    new_figure,
     spread,
     text_table,
     write_page,
@@ -54,6 +52,7 @@ from experiments.fig2.experiment import CLOSE, MARGINAL, STATES, distance, logar
 from torch import nn
 
 import dpkfc
+from dpkfc.app.reports.figures import finish, new_figure
 from dpkfc.app.reports.text import markdown_table
 from dpkfc.diagnostics import Quadrature, hessian_density
 from dpkfc.planning.plan import Plan

@@ -1,29 +1,17 @@
-"""DP-SGD beside DP-KFC on MNIST and FashionMNIST, tuned alike: the paper's CNN, Poisson sampling, PLD accounting.
-
-python -m experiments.geometry --data-dir DATA --task mnist --out runs/mnist.jsonl
-python -m experiments.geometry --stage table --out runs
-"""
+"""DP-SGD and DP-KFC with the paper's CNN, Poisson sampling and PLD accounting, tuned alike."""
 
 from __future__ import annotations
 
-from experiments.common.setting import PAPER, Setting
-from experiments.common.study import Grid, Study, main
-
-from dpkfc.app.readers.idx import Scaling
-
-# Both are scalings that need no statistic of the data. FashionMNIST is centred because that helps plain DP-SGD by a
-# point; DP-KFC does not mind. Probes about as bright as pixels are, on either scale:
-SCALING: dict[str, Scaling] = {"mnist": "unit", "fashion-mnist": "centred"}
-BRIGHT = {
-    "unit": {"alpha": 2.0, "std": 0.3, "mean": 0.3},
-    "centred": {"alpha": 2.0, "std": 0.6, "mean": -0.4},
-}
+from experiments.common.options import ReproduceOptions
+from experiments.common.setting import BRIGHT, PAPER, SCALING, StudySetting
+from experiments.common.study import Grid, Study, reproduce_study
 
 
 def grid(dataset: str) -> Grid:
-    """As many tries for every arm.
+    """Return the tries of a data set, as many for every arm.
 
-    "best" cuts factors at rank 32 and adds a milder map after the noise. lr · clip is the step that the noise takes.
+    "best" truncates factors at rank 32 and adds a milder map after the noise. The clips of DP-SGD
+    are tried at equal lr · clip, to which the noise of a step is proportional.
     """
     rates = (0.04, 0.08, 0.02, 0.06, 0.03, 0.01)
     best = PAPER | {"probe": BRIGHT[SCALING[dataset]], "post": 0.5, "rank": 32}
@@ -53,8 +41,8 @@ def grid(dataset: str) -> Grid:
 
 STUDY = Study(
     module="experiments.geometry",
-    about="DP-SGD beside DP-KFC on MNIST and FashionMNIST, tuned alike.",
-    title=f"Accuracy at epsilon = {Setting.epsilon:g}, delta = {Setting.delta:g}",
+    about="DP-SGD and DP-KFC on MNIST and FashionMNIST, tuned alike.",
+    title=f"Accuracy at epsilon = {StudySetting.epsilon:g}, delta = {StudySetting.delta:g}",
     tasks={
         dataset: {"dataset": dataset, "scaling": scaling} for dataset, scaling in SCALING.items()
     },
@@ -67,5 +55,7 @@ STUDY = Study(
     },
 )
 
-if __name__ == "__main__":
-    main(STUDY)
+
+def reproduce(options: ReproduceOptions) -> None:
+    """Run the study; quick: one try, one seed and a tenth of an epoch per arm."""
+    reproduce_study(STUDY, options)

@@ -1,13 +1,11 @@
-"""Where does data-free geometry break? Images whose statistics pink noise does not share, on purpose.
+"""FashionMNIST with every image changed by the same fixed map, so that pink noise is a wrong model.
 
-    dpkfc reproduce non-stationary --data-dir DATA
-    python -m experiments.non_stationary --data-dir DATA --task "blue mlp" --out runs/non-stationary.jsonl
-
-FashionMNIST, every image changed by the same fixed map (`experiments.common.data.changes`): pixels in a random order, shrunk into a
-corner, scaled by place within a range of 100 smoothly or pixel by pixel, or filtered so that the spectrum grows with
-frequency. The geometry still comes from bright pink noise, which is wrong for each of them; beside it white noise, the
-oracle (factors from the private records, so not private) and DP-SGD. The short runs of `falsify`, three seeds; the
-perceptron, which knows nothing of neighbours, has two learning rates to try, the CNN one.
+The changes (`experiments.common.data.changes`) put pixels in a random order, shrink the image into
+a corner, scale it by position within a range of 100, smoothly or pixel by pixel, or filter it so
+that the spectrum grows with frequency. The geometry still comes from bright pink noise. It is
+compared with white noise, the oracle (factors from the private records, so not private) and
+DP-SGD, in the short runs of `experiments.falsify`, with three seeds. The perceptron, which ignores
+which pixels are neighbours, has two learning rates to try, the CNN one.
 """
 
 from __future__ import annotations
@@ -18,22 +16,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from experiments.common.study import Grid, Row, Study, main
-from experiments.falsify.experiment import (
-    COLORS,
-    SHORT,
-    Difference,
-    by_seed,
-    compared,
-    kfc,
-    pink,
-    verdict,
-)
 from rich.console import Console
 
 from dpkfc.app.reports.accuracy_table import mean_and_spread
 from dpkfc.app.reports.experiment_report import publish
 from dpkfc.app.reports.text import markdown_table
+from experiments.common.differences import PairedDifference, by_seed, differences_to, verdict
+from experiments.common.options import ReproduceOptions
+from experiments.common.study import Grid, Row, Study, reproduce_study
+from experiments.falsify.experiment import COLORS, SHORT, kfc, pink
 
 RATES = {"mlp": (0.16, 0.32), "cnn": (0.16,)}
 INPUTS = {
@@ -50,6 +41,7 @@ GEOMETRIES: dict[str, dict[str, Any] | None] = {
 
 
 def grid(task: str) -> Grid:
+    """Return the tries of a task: the same learning rates for every geometry."""
     rates = RATES[task.rsplit(maxsplit=1)[1]]
     return {
         arm: [{"geometry": geometry, "lr": lr} for lr in rates]
@@ -58,7 +50,11 @@ def grid(task: str) -> Grid:
 
 
 def report(study: Study, rows: Sequence[Row], folder: Path, console: Console) -> None:
-    gaps = {other: compared(study, rows, other, ["synthetic"]) for other in ("oracle", "dp-sgd")}
+    """Write non-stationary.md and .png: accuracies, and differences to the oracle and DP-SGD."""
+    gaps = {
+        reference: differences_to(study, rows, reference, ["synthetic"])
+        for reference in ("oracle", "dp-sgd")
+    }
     tests = {
         (task, arm): by_seed(study, rows, task, arm) for task in study.tasks for arm in GEOMETRIES
     }
@@ -70,7 +66,7 @@ def report(study: Study, rows: Sequence[Row], folder: Path, console: Console) ->
     differences = [
         [
             task,
-            *(cell for found in gaps.values() for cell in _told(found.get((task, "synthetic")))),
+            *(cell for gap in gaps.values() for cell in _cells(gap.get((task, "synthetic")))),
         ]
         for task in tasks
     ]
@@ -78,11 +74,13 @@ def report(study: Study, rows: Sequence[Row], folder: Path, console: Console) ->
         "# Inputs that are unlike natural images",
         "    dpkfc reproduce non-stationary",
         finding(gaps["oracle"], gaps["dp-sgd"]),
-        "FashionMNIST, its images changed so that pink noise is a wrong guess. Test accuracy, %, at epsilon 1, after "
-        "one epoch by the perceptron and half a one by the CNN: mean ± standard deviation over seeds.",
+        "FashionMNIST, with images changed so that pink noise is a wrong model of them. Test "
+        "accuracy, %, at epsilon 1, after one epoch of the perceptron or half an epoch of the CNN: "
+        "mean ± standard deviation over seeds.",
         markdown_table(["images, model", *GEOMETRIES], cells),
-        "Synthetic geometry less the oracle's, and less DP-SGD, within a seed, in points: mean and 95% interval.",
-        markdown_table(["images, model", "less the oracle", "", "less DP-SGD", ""], differences),
+        "Synthetic geometry minus the oracle's, and minus DP-SGD, within a seed, in points: mean "
+        "and 95% interval.",
+        markdown_table(["images, model", "minus the oracle", "", "minus DP-SGD", ""], differences),
         "![test accuracy by images and arm](non-stationary.png)",
     ]
     publish(
@@ -90,36 +88,29 @@ def report(study: Study, rows: Sequence[Row], folder: Path, console: Console) ->
     )
 
 
-def _told(difference: Difference | None) -> tuple[str, str]:
+def _cells(difference: PairedDifference | None) -> tuple[str, str]:
     return ("too few runs", "") if difference is None else (str(difference), verdict(difference))
 
 
 def finding(
-    oracle: Mapping[tuple[str, str], Difference], dpsgd: Mapping[tuple[str, str], Difference]
+    oracle: Mapping[tuple[str, str], PairedDifference],
+    dpsgd: Mapping[tuple[str, str], PairedDifference],
 ) -> str:
-    """Where synthetic geometry loses most to the oracle's, and whether it is ever worse than none."""
+    """Say where synthetic geometry loses most to the oracle's, and where it is worse than none."""
     if not oracle or not dpsgd:
         return "Too few runs for a finding."
+
+    def tasks(differences: Mapping[tuple[str, str], PairedDifference], outcome: str) -> str:
+        names = [task for (task, _), gap in differences.items() if verdict(gap) == outcome]
+        return ", ".join(names) or "nowhere"
+
     (worst, _), loss = min(oracle.items(), key=lambda entry: entry[1].mean)
-    behind = [
-        task
-        for (task, _), difference in oracle.items()
-        if verdict(difference) == "materially worse"
-    ]
-    worse = [
-        task for (task, _), difference in dpsgd.items() if verdict(difference) == "materially worse"
-    ]
-    better = [
-        task
-        for (task, _), difference in dpsgd.items()
-        if verdict(difference) == "materially better"
-    ]
     return "\n".join(
         [
             f"- Synthetic loses most to the oracle on {worst}: {loss}.",
-            f"- Materially worse than the oracle: {', '.join(behind) or 'nowhere'}.",
-            f"- Materially worse than DP-SGD: {', '.join(worse) or 'nowhere'}.",
-            f"- Materially better than DP-SGD: {', '.join(better) or 'nowhere'}.",
+            f"- Materially worse than the oracle: {tasks(oracle, 'materially worse')}.",
+            f"- Materially worse than DP-SGD: {tasks(dpsgd, 'materially worse')}.",
+            f"- Materially better than DP-SGD: {tasks(dpsgd, 'materially better')}.",
         ]
     )
 
@@ -127,7 +118,7 @@ def finding(
 def plot(
     tasks: Sequence[str], tests: Mapping[tuple[str, str], Mapping[int, float]], file: Path
 ) -> None:
-    """A row a kind of images and model; a dot for every seed and a bar at the mean, by arm."""
+    """Draw one row per task: for each arm a dot per seed and a bar at the mean."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -179,5 +170,7 @@ STUDY = Study(
     report=report,
 )
 
-if __name__ == "__main__":
-    main(STUDY)
+
+def reproduce(options: ReproduceOptions) -> None:
+    """Run the study; quick: one try, one seed and a tenth of an epoch per arm."""
+    reproduce_study(STUDY, options)

@@ -1,18 +1,17 @@
-"""What must probes look like? Their spectrum 1/f^alpha, their brightness, and how alike their channels are.
+"""Probes with one property changed at a time: their spectrum, brightness, or channels.
 
-    dpkfc reproduce probe-spectrum --data-dir DATA
-    python -m experiments.probe_spectrum --data-dir DATA --task "mnist mlp" --out runs/probe-spectrum.jsonl
-
-DP-KFC with one choice changed at a time, beside DP-SGD and the oracle (factors from the private records, so it is not
-private), in the short runs of `falsify`: one epoch by the perceptron and half a one by the CNN at epsilon 1, one
-learning rate for all, three seeds. All kinds have the same root mean square:
+DP-KFC is compared with DP-SGD and with the oracle (factors from the private records, so it is not
+private), in the short runs of `experiments.falsify`: one epoch for the perceptron and half an
+epoch for the CNN at epsilon 1, one learning rate for all arms, three seeds. All kinds of probes
+have the same root mean square:
 
     dark      every image has mean 0: no DC component
-    bright    every image has the mean of the library's guess at what pixels are
+    bright    every image has the mean that the library assumes for pixels
     varying   mean 0, with the DC component: images differ in brightness
-    colour    bright, on CIFAR-10, with channels that are alike (correlation .9) as in photographs
+    colour    bright, on CIFAR-10, with channels correlated by .9 as in photographs
 
-The perceptron's first factor is the covariance of whole images, the CNN's that of 3x3 patches.
+The first factor of the perceptron is the covariance of whole images, that of the CNN the
+covariance of 3x3 patches.
 """
 
 from __future__ import annotations
@@ -24,15 +23,17 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from experiments.common.study import Grid, Row, Study, main
-from experiments.falsify.experiment import SHORT, Difference, by_seed, common, kfc, paired, verdict
-from experiments.geometry.experiment import BRIGHT
 from rich.console import Console
 
 from dpkfc.app.readers.idx import Scaling
 from dpkfc.app.reports.accuracy_table import mean_and_spread
 from dpkfc.app.reports.experiment_report import publish
 from dpkfc.app.reports.text import markdown_table
+from experiments.common.differences import PairedDifference, by_seed, paired, verdict
+from experiments.common.options import ReproduceOptions
+from experiments.common.setting import BRIGHT
+from experiments.common.study import Grid, Row, Study, reproduce_study
+from experiments.falsify.experiment import SHORT, common, kfc
 
 ALPHAS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
 ENDS = (0.0, 2.0)
@@ -43,7 +44,8 @@ TASKS: dict[str, dict[str, Any]] = {
     "fashion-mnist cnn": common("fashion-mnist", "cnn"),
     "cifar-10 cnn": {"dataset": "cifar-10", "scaling": "centred", **SHORT["cnn"]},
 }
-KINDS: dict[str, dict[str, Sequence[float]]] = {  # alphas of each kind of probe
+# The alphas of each kind of probe, by task.
+KINDS: dict[str, dict[str, Sequence[float]]] = {
     "mnist mlp": {"dark": ALPHAS, "bright": ALPHAS, "varying": ENDS},
     "fashion-mnist mlp": {"dark": ALPHAS, "bright": ALPHAS, "varying": ENDS},
     "fashion-mnist cnn": {"bright": ALPHAS},
@@ -53,6 +55,7 @@ COLORS = {"dark": "tab:purple", "bright": "tab:blue", "varying": "tab:green", "c
 
 
 def probe(kind: str, alpha: float, scaling: Scaling) -> dict[str, Any]:
+    """Return the arguments of `PinkNoise` for a kind of probe."""
     bright = BRIGHT[scaling] | {"alpha": alpha}
     if kind == "bright":
         return bright
@@ -62,22 +65,25 @@ def probe(kind: str, alpha: float, scaling: Scaling) -> dict[str, Any]:
     return bright | {"mean": 0.0, "std": size} | ({"dc": True} if kind == "varying" else {})
 
 
-def name(kind: str, alpha: float) -> str:
+def arm_name(kind: str, alpha: float) -> str:
     return f"{kind} {alpha:g}"
 
 
 def grid(task: str) -> Grid:
-    scaling, lr = TASKS[task]["scaling"], RATES[task.split()[1]]
+    """Return one try per source of the factors, all at the same learning rate."""
+    scaling = TASKS[task]["scaling"]
+    lr = RATES[task.split()[1]]
     geometries: dict[str, dict[str, Any] | None] = {
         "dp-sgd": None,
         "oracle": kfc({"oracle": "records"}),
     }
     for kind, alphas in KINDS[task].items():
-        geometries |= {name(kind, alpha): kfc(probe(kind, alpha, scaling)) for alpha in alphas}
+        geometries |= {arm_name(kind, alpha): kfc(probe(kind, alpha, scaling)) for alpha in alphas}
     return {arm: [{"geometry": geometry, "lr": lr}] for arm, geometry in geometries.items()}
 
 
-QUESTIONS = (  # one arm less another: what it asks, the two
+# A question, and the two arms whose difference answers it.
+QUESTIONS = (
     ("pink, not white", "bright 2", "bright 0"),
     ("the same in the dark", "dark 2", "dark 0"),
     ("brightness", "bright 2", "dark 2"),
@@ -88,18 +94,19 @@ QUESTIONS = (  # one arm less another: what it asks, the two
 )
 
 
-def answers(study: Study, rows: Sequence[Row]) -> dict[tuple[str, str], Difference]:
-    """What each choice is worth, by task and question."""
-    found = {}
+def answers(study: Study, rows: Sequence[Row]) -> dict[tuple[str, str], PairedDifference]:
+    """Return the effect of each choice, by task and question."""
+    effects = {}
     for task in study.tasks:
         for question, own, other in QUESTIONS:
             difference = paired(by_seed(study, rows, task, own), by_seed(study, rows, task, other))
             if difference is not None:
-                found[task, question] = difference
-    return found
+                effects[task, question] = difference
+    return effects
 
 
 def report(study: Study, rows: Sequence[Row], folder: Path, console: Console) -> None:
+    """Write probe-spectrum.md and .png: accuracies by alpha, and the effect of each choice."""
     tests = {
         (task, arm): by_seed(study, rows, task, arm)
         for task in study.tasks
@@ -111,8 +118,10 @@ def report(study: Study, rows: Sequence[Row], folder: Path, console: Console) ->
             task,
             kind,
             *(
-                mean_and_spread([*tests[task, name(kind, a)].values()]) if a in alphas else ""
-                for a in ALPHAS
+                mean_and_spread([*tests[task, arm_name(kind, alpha)].values()])
+                if alpha in alphas
+                else ""
+                for alpha in ALPHAS
             ),
         ]
         for task in tasks
@@ -124,32 +133,32 @@ def report(study: Study, rows: Sequence[Row], folder: Path, console: Console) ->
         for arm in ("dp-sgd", "oracle")
     ]
     lines.sort(key=lambda line: tasks.index(line[0]))
-    found = answers(study, rows)
-    asked = [
+    effects = answers(study, rows)
+    effect_lines = [
         [
             task,
             question,
             f"{own} - {other}",
-            str(found[task, question]),
-            verdict(found[task, question]),
+            str(effects[task, question]),
+            verdict(effects[task, question]),
         ]
         for task in tasks
         for question, own, other in QUESTIONS
-        if (task, question) in found
+        if (task, question) in effects
     ]
     text = [
         "# What probes must look like",
         "    dpkfc reproduce probe-spectrum",
-        finding(found),
-        "Test accuracy, %, of short runs at epsilon 1, by the exponent alpha of the probes' power spectrum "
-        "1/f^alpha; mean ± standard deviation over seeds. Dark: images of mean 0. Bright: of the mean that pixels are "
-        "guessed to have. Varying: of different brightness. Colour: bright, with channels alike. DP-SGD and the oracle "
-        "have no alpha.",
+        finding(effects),
+        "Test accuracy, %, of short runs at epsilon 1, by the exponent alpha of the probes' power "
+        "spectrum 1/f^alpha; mean ± standard deviation over seeds. Dark: images of mean 0. Bright: "
+        "images of the mean that is assumed for pixels. Varying: images of different brightness. "
+        "Colour: bright, with correlated channels. DP-SGD and the oracle have no alpha.",
         markdown_table(
             ["task", "probes", *(f"alpha {alpha:g}" for alpha in ALPHAS)], lines, left=2
         ),
-        "What each choice is worth, within a seed, in points: mean and 95% interval.",
-        markdown_table(["task", "choice", "arms", "points", "verdict"], asked, left=3),
+        "The effect of each choice within a seed, in points: mean and 95% interval.",
+        markdown_table(["task", "choice", "arms", "points", "verdict"], effect_lines, left=3),
         "![test accuracy by alpha](probe-spectrum.png)",
     ]
     publish(
@@ -157,31 +166,34 @@ def report(study: Study, rows: Sequence[Row], folder: Path, console: Console) ->
     )
 
 
-def finding(found: Mapping[tuple[str, str], Difference]) -> str:
-    """For each choice, what it was worth, least to most of the tasks, and where that is material."""
-    told = []
+def finding(effects: Mapping[tuple[str, str], PairedDifference]) -> str:
+    """Summarise each choice: its effect, from the smallest to the largest over the tasks."""
+    lines = []
     for question, *_ in QUESTIONS:
-        here = {
-            task: difference for (task, asked), difference in found.items() if asked == question
+        by_task = {
+            task: difference
+            for (task, answered), difference in effects.items()
+            if answered == question
         }
-        if here:
-            means = [difference.mean for difference in here.values()]
+        if by_task:
+            means = [difference.mean for difference in by_task.values()]
             material = [
                 task
-                for task, difference in here.items()
+                for task, difference in by_task.items()
                 if verdict(difference).startswith("materially")
             ]
             where = f"material on {', '.join(material)}" if material else "nowhere material"
-            told.append(f"- {question}: {min(means):+.1f} to {max(means):+.1f} points, {where}")
-    return (
-        "\n".join(["What each choice is worth:\n", *told])
-        if told
-        else "Too few runs for a finding."
-    )
+            lines.append(f"- {question}: {min(means):+.1f} to {max(means):+.1f} points, {where}")
+    if not lines:
+        return "Too few runs for a finding."
+    return "\n".join(["The effect of each choice:\n", *lines])
 
 
 def plot(study: Study, tests: Mapping[tuple[str, str], Mapping[int, float]], file: Path) -> None:
-    """A panel a task: accuracy by alpha, mean and standard deviation over seeds; DP-SGD and the oracle as lines."""
+    """Draw one panel per task: accuracy by alpha, with DP-SGD and the oracle as lines.
+
+    Error bars are the standard deviation over seeds.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -196,9 +208,10 @@ def plot(study: Study, tests: Mapping[tuple[str, str], Mapping[int, float]], fil
                 panel.axhline(fmean(values), color="black", linestyle=style, linewidth=1, label=arm)
         for kind, alphas in KINDS[task].items():
             runs = {
-                a: [100 * value for value in tests[task, name(kind, a)].values()] for a in alphas
+                alpha: [100 * value for value in tests[task, arm_name(kind, alpha)].values()]
+                for alpha in alphas
             }
-            known = {a: values for a, values in runs.items() if len(values) > 1}
+            known = {alpha: values for alpha, values in runs.items() if len(values) > 1}
             means, spreads = [*map(fmean, known.values())], [*map(stdev, known.values())]
             panel.errorbar(
                 [*known],
@@ -233,5 +246,7 @@ STUDY = Study(
     report=report,
 )
 
-if __name__ == "__main__":
-    main(STUDY)
+
+def reproduce(options: ReproduceOptions) -> None:
+    """Run the study; quick: one seed and a tenth of an epoch per arm."""
+    reproduce_study(STUDY, options)

@@ -1,11 +1,10 @@
-"""Table 5 and Figures 4 and 5 of the paper: accuracy against epsilon on four tasks, tuned alike.
+"""Accuracy against epsilon on four tasks, tuned alike.
 
-    python -m experiments.tasks --data-dir DATA --out runs/table5 --task imdb,stackoverflow,cifar-100
-
-Where the paper's own model or data are not to be had, a task of the same form stands in: see `TASKS`. On a task all
-arms have the same data, features, model, number of epochs, batch size and number of tries at epsilon 1. The other
-epsilons take over what was chosen there, with the noise that a step adds to the weights kept: the rates of SGD grow as
-the noise multiplier falls, those of Adam, which divides by the noise, stay as they are.
+Where the paper's own model or data are not available, a task of the same form replaces it; see
+`TASKS`. Within a task all arms have the same data, features, model, number of epochs, batch size
+and number of tries at epsilon 1. The other epsilons reuse the choice made there and keep the noise
+that a step adds to the weights: learning rates of SGD grow as the noise multiplier falls, those of
+Adam, which divides by the noise, stay.
 """
 
 from __future__ import annotations
@@ -22,40 +21,35 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from experiments.common.arguments import names_among
-from experiments.common.options import ReproduceOptions
-from experiments.common.setting import DATASETS, MODELS, Data, Setting, accuracy, split
-from experiments.common.study import Follow, Grid, Row, Study
-from experiments.table1 import experiment as optimizers
-from experiments.table5.report import Panel, Point, panel_markdown, plot_panels
 from rich.console import Console
 from rich.progress import track
 
 from dpkfc.app.readers.records import on_device
 from dpkfc.app.reports.accuracy_table import Summary, accuracy_markdown, accuracy_table
-from dpkfc.errors import PrivacyError
 from dpkfc.planning.plan import Plan
 from experiments.common import study
+from experiments.common.arguments import EXPECTED_ERRORS, names_among
+from experiments.common.options import ReproduceOptions
+from experiments.common.setting import DATASETS, MODELS, Data, StudySetting, accuracy, split
+from experiments.common.study import Follow, Grid, Row, Study
+from experiments.table1 import experiment as table1
+from experiments.table5.report import Panel, Point, panel_markdown, plot_panels
 
 EPSILONS = (0.5, 1.0, 2.0, 3.0, 5.0, 8.0, 10.0)
 TITLE = "Accuracy against epsilon on four tasks, delta = 1e-5"
 SEEDS = (1, 2, 3)
 NEIGHBOURS = ("optimizers", "table1", "table6")  # folders whose runs on MNIST are the same
 REMARK = (
-    "Test: mean ± standard deviation over the seeds (their number). Epsilon is that of each single run, by PLD "
-    "accounting of Poisson sampling, at delta = 1e-5 (the paper: RDP, delta = 1 / N, which is larger); the tries, and "
-    "the choice among them by held-out training records, are not charged. Below, the other epsilons take over what was "
-    "chosen at epsilon 1."
+    "Test: mean ± standard deviation over the seeds (their number). Epsilon is that of each single "
+    "run, by PLD accounting of Poisson sampling, at delta = 1e-5 (the paper: RDP, delta = 1 / N, "
+    "which is larger); the tries, and the choice among them by held-out training records, are not "
+    "charged. Below, the other epsilons reuse the choice made at epsilon 1."
 )
-PLAIN: dict[str, Any] = {
-    "rates": (1e-3, 3e-3, 1e-2),
-    "epochs": 10,
-    "batch_size": 256,
-}  # without privacy
+# Training without privacy.
+PLAIN: dict[str, Any] = {"rates": (1e-3, 3e-3, 1e-2), "epochs": 10, "batch_size": 256}
 HEAD: dict[str, Any] = {"model": "linear", "epochs": 30, "ema": 0.95}
-LINEAR: dict[
-    str, Any
-] = {  # the inputs of a linear model do not depend on its weights: one refresh will do
+# The inputs of a linear model do not depend on its weights, so one refresh is enough.
+LINEAR: dict[str, Any] = {
     "every": 100_000,
     "probes": 2048,
     "factors": "A",
@@ -68,22 +62,35 @@ LINEAR: dict[
 
 
 @dataclass(frozen=True)
-class Task:
-    """What all runs of a task have in common, what its arms are, and what the paper reports."""
+class AccuracyTask:
+    """One task of Table 5.
+
+    Args:
+        figure: The figure of the paper that shows it.
+        heading: The heading of its table and panel.
+        about: A paragraph on the data, the model and the choices behind them.
+        common: What all its runs have in common, as overrides of `StudySetting`.
+        records: The number of training records.
+        arms: The overrides of each arm.
+        rates: The learning rates of each arm, tried at epsilon 1.
+        paper: The paper's accuracies in percent, by arm and epsilon.
+        paper_without_privacy: The paper's accuracy without privacy, in percent.
+        epsilons: The budgets.
+    """
 
     figure: int
     heading: str
     about: str
-    common: Mapping[str, Any]  # of Setting
+    common: Mapping[str, Any]
     records: int
     arms: Mapping[str, Mapping[str, Any]]
-    rates: Mapping[str, tuple[float, ...]]  # tried at epsilon 1
-    paper: Mapping[str, Mapping[float, float]]  # percent, by arm and epsilon
+    rates: Mapping[str, tuple[float, ...]]
+    paper: Mapping[str, Mapping[float, float]]
     paper_without_privacy: float
     epsilons: tuple[float, ...] = EPSILONS
 
 
-def figures(
+def by_epsilon(
     epsilons: Sequence[float], arms: Mapping[str, Sequence[float]]
 ) -> dict[str, dict[float, float]]:
     return {arm: dict(zip(epsilons, values, strict=True)) for arm, values in arms.items()}
@@ -91,17 +98,19 @@ def figures(
 
 MNIST_ARMS = ("dp-sgd", "dp-adam", "dp-kfc", "public dp-kfc")
 TASKS = {
-    "imdb": Task(
+    "imdb": AccuracyTask(
         figure=5,
         heading="IMDB, logistic regression",
-        about="Sentiment of 25,000 film reviews, logistic regression on TF-IDF, as in the paper, but for the words: "
-        "the 5,000 most frequent ones of SST-2 with the document frequencies there, not those of the private reviews. "
-        "15 epochs, expected batches of 1,250. Probes: rows of 100 words by Zipf's law; public: AG News, as in the "
-        "paper, and SST-2.\n\n"
-        "What the tries do not count: the words of SST-2 were preferred to those of AG News by the accuracy of a "
-        "non-private model, seen on the test reviews and then on held-out ones (87.2 against 85.3 % or less). Batch "
-        "size, clip, rank and damping were chosen on held-out reviews, in about 110 runs of DP-SGD and 230 of DP-KFC. "
-        "The rates of the DP-KFC arms were moved up once, after three tries had their best at the edge.",
+        about="Sentiment of 25,000 film reviews, logistic regression on TF-IDF, as in the paper "
+        "except for the vocabulary: the 5,000 most frequent words of SST-2 with their document "
+        "frequencies there, not those of the private reviews. 15 epochs, expected batches of "
+        "1,250. Probes: rows of 100 words by Zipf's law; public: AG News, as in the paper, and "
+        "SST-2.\n\n"
+        "Not counted in the tries: the words of SST-2 were preferred to those of AG News by the "
+        "accuracy of a non-private model, seen on the test reviews and then on held-out ones (87.2 "
+        "against 85.3 % or less). Batch size, clip, rank and damping were chosen on held-out "
+        "reviews, in about 110 runs of DP-SGD and 230 of DP-KFC. The rates of the DP-KFC arms were "
+        "moved up once, after three tries had their best at the edge.",
         common=HEAD | {"dataset": "imdb/tfidf-5000", "epochs": 15, "batch_size": 1250},
         records=25_000,
         arms={
@@ -123,7 +132,7 @@ TASKS = {
             "public dp-kfc (sst-2)": (0.13, 0.09, 0.18, 0.065, 0.045),
         },
         epsilons=(0.5, 1.0, 1.5, 2.8, 8.0),
-        paper=figures(
+        paper=by_epsilon(
             (1.0, 1.5, 2.8, 8.0),
             {
                 "dp-sgd": (82.9, 83.1, 83.1, 83.2),
@@ -133,15 +142,16 @@ TASKS = {
         ),
         paper_without_privacy=88.0,
     ),
-    "stackoverflow": Task(
+    "stackoverflow": AccuracyTask(
         figure=5,
         heading="StackOverflow, tags by a frozen MiniLM (the paper: next word, BERT)",
-        about="A stand-in: which of 20 tags 15,950 titles of questions have (the paper predicts the next word), by a "
-        "linear classifier on the frozen encoder all-MiniLM-L6-v2 (the paper: on bert-base-uncased). So the paper's "
-        "figures are of another task. The encoder was itself trained on posts of StackOverflow, perhaps these: epsilon "
-        "covers what the classifier learns from them. 30 epochs, expected batches of 1,000. Probes: token noise "
-        "through the encoder; public: AG News. The rates were placed by 4 runs of DP-SGD and 24 of DP-KFC on held-out "
-        "titles, which the tries do not count.",
+        about="A replacement: which of 20 tags 15,950 titles of questions have (the paper predicts "
+        "the next word), by a linear classifier on the frozen encoder all-MiniLM-L6-v2 (the paper: "
+        "on bert-base-uncased). So the paper's figures are of another task. The encoder was itself "
+        "trained on posts of StackOverflow, perhaps these: epsilon covers what the classifier "
+        "learns from them. 30 epochs, expected batches of 1,000. Probes: token noise through the "
+        "encoder; public: AG News. The rates were placed by 4 runs of DP-SGD and 24 of DP-KFC on "
+        "held-out titles, which are not counted in the tries.",
         common=HEAD | {"dataset": "stackoverflow/minilm", "batch_size": 1000, "validation": 3000},
         records=15_950,
         arms={
@@ -156,7 +166,7 @@ TASKS = {
             "dp-kfc": (0.05, 0.035, 0.07, 0.1),
             "public dp-kfc": (0.05, 0.035, 0.07, 0.1),
         },
-        paper=figures(
+        paper=by_epsilon(
             EPSILONS,
             {
                 "dp-adam": (78.9, 89.5, 92.9, 93.6, 94.2, 94.6, 94.8),
@@ -166,12 +176,13 @@ TASKS = {
         ),
         paper_without_privacy=99.0,
     ),
-    "cifar-100": Task(
+    "cifar-100": AccuracyTask(
         figure=4,
         heading="CIFAR-100, frozen EfficientNet-Lite0 (the paper: CrossViT)",
-        about="A stand-in: a linear classifier on the frozen features of EfficientNet-Lite0, trained on ImageNet, at "
-        "96 pixels (the paper trains all of CrossViT-Tiny at 240). 50,000 images, 8 epochs, expected batches of "
-        "1,250. Probes: pink noise through the network; public: CIFAR-10.",
+        about="A replacement: a linear classifier on the frozen features of EfficientNet-Lite0, "
+        "trained on ImageNet, at 96 pixels (the paper trains all of CrossViT-Tiny at 240). 50,000 "
+        "images, 8 epochs, expected batches of 1,250. Probes: pink noise through the network; "
+        "public: CIFAR-10.",
         common=HEAD | {"dataset": "cifar-100/efficientnet", "epochs": 8, "batch_size": 1250},
         records=50_000,
         arms={
@@ -186,7 +197,7 @@ TASKS = {
             "dp-kfc": (0.14, 0.1, 0.2, 0.28),
             "public dp-kfc": (0.14, 0.1, 0.2, 0.28),
         },
-        paper=figures(
+        paper=by_epsilon(
             EPSILONS[1:],
             {
                 "dp-adam": (56.2, 58.5, 59.5, 60.7, 61.4, 62.0),
@@ -196,16 +207,17 @@ TASKS = {
         ),
         paper_without_privacy=68.3,
     ),
-    "mnist": Task(
+    "mnist": AccuracyTask(
         figure=4,
         heading="MNIST, CNN",
-        about="As in the paper: its CNN from scratch, 5 epochs, expected batches of 256. Probes: pink noise; public: "
-        "FashionMNIST. The runs are those of Table 1 (`dpkfc reproduce table1`).",
+        about="As in the paper: its CNN from scratch, 5 epochs, expected batches of 256. Probes: "
+        "pink noise; public: FashionMNIST. The runs are those of Table 1 (`dpkfc reproduce "
+        "table1`).",
         common={"dataset": "mnist", "scaling": "unit", "label_smoothing": 0.0},
         records=60_000,
-        arms={arm: optimizers.ARMS[arm] for arm in MNIST_ARMS},
-        rates={arm: optimizers.RATES["plain"][arm] for arm in MNIST_ARMS},
-        paper=figures(
+        arms={arm: table1.ARMS[arm] for arm in MNIST_ARMS},
+        rates={arm: table1.RATES["plain"][arm] for arm in MNIST_ARMS},
+        paper=by_epsilon(
             EPSILONS[1:],
             {
                 "dp-adam": (91.7, 92.5, 92.9, 93.4, 93.7, 94.0),
@@ -218,11 +230,12 @@ TASKS = {
 }
 
 
-def name(task: str, epsilon: float) -> str:
+def task_name(task: str, epsilon: float) -> str:
     return f"{task} at epsilon {epsilon:g}"
 
 
 def grid(name: str) -> Grid:
+    """Return the tries of a task at epsilon 1."""
     task = TASKS[name.split()[0]]
     return {
         arm: [{**options, "lr": lr} for lr in task.rates[arm]] for arm, options in task.arms.items()
@@ -230,53 +243,63 @@ def grid(name: str) -> Grid:
 
 
 @cache
-def noise(task: str, epsilon: float) -> float:
-    """The multiplier of independent noise."""
-    common = Setting(arm="", lr=0.0, **TASKS[task].common)
-    run: dict[str, Any] = {
-        "batch_size": common.batch_size,
-        "epochs": common.epochs,
-        "epsilon": epsilon,
-        "delta": common.delta,
-    }
-    return Plan.make(records=TASKS[task].records, clip=1.0, **run).noise_multiplier
+def noise_multiplier(task: str, epsilon: float) -> float:
+    """Return the multiplier of independent noise in the protocol of a task."""
+    common = StudySetting(arm="", lr=0.0, **TASKS[task].common)
+    plan = Plan.make(
+        records=TASKS[task].records,
+        clip=1.0,
+        batch_size=common.batch_size,
+        epochs=common.epochs,
+        epsilon=epsilon,
+        delta=common.delta,
+    )
+    return plan.noise_multiplier
 
 
 def follow(task: str, epsilon: float) -> Follow:
-    def factor(arm: str) -> float:
-        return 1.0 if "adam" in arm else round(noise(task, 1.0) / noise(task, epsilon), 2)
+    """Reuse the choice at epsilon 1, with learning rates scaled by the noise multiplier."""
 
-    return Follow(name(task, 1.0), factor)
+    def factor(arm: str) -> float:
+        if "adam" in arm:
+            return 1.0
+        return round(noise_multiplier(task, 1.0) / noise_multiplier(task, epsilon), 2)
+
+    return Follow(task_name(task, 1.0), factor)
 
 
 def epsilons(task: str) -> list[float]:
-    """The first is the one that the others follow."""
+    """Return the budgets of a task, first the one that the others follow."""
     return sorted(TASKS[task].epsilons, key=lambda epsilon: (epsilon != 1.0, epsilon))
 
 
-TABLE5 = Study(
-    module="experiments.tasks",
-    about="Table 5 and Figures 4 and 5 of the paper: accuracy against epsilon on four tasks, tuned alike.",
+STUDY = Study(
+    module="experiments.table5",
+    about="Table 5 and Figures 4 and 5 of the paper: accuracy against epsilon on four tasks.",
     title=TITLE,
     tasks={
-        name(t, epsilon): {**TASKS[t].common, "epsilon": epsilon}
-        for t in TASKS
-        for epsilon in epsilons(t)
+        task_name(task, epsilon): {**TASKS[task].common, "epsilon": epsilon}
+        for task in TASKS
+        for epsilon in epsilons(task)
     },
     grid=grid,
     published={
-        (name(t, epsilon), arm): figure
-        for t in TASKS
-        for arm, found in TASKS[t].paper.items()
-        for epsilon, figure in found.items()
+        (task_name(task, epsilon), arm): percent
+        for task in TASKS
+        for arm, percents in TASKS[task].paper.items()
+        for epsilon, percent in percents.items()
     },
-    follows={name(t, epsilon): follow(t, epsilon) for t in TASKS for epsilon in epsilons(t)[1:]},
+    follows={
+        task_name(task, epsilon): follow(task, epsilon)
+        for task in TASKS
+        for epsilon in epsilons(task)[1:]
+    },
     seeds=SEEDS,
 )
 
 
 def adopt(folder: Path) -> int:
-    """Take over the runs on MNIST of the study of optimizers, if its folder is beside this one; how many were new."""
+    """Copy the runs on MNIST of Table 1 if its folder is beside this one; return how many."""
     file = folder / "results.jsonl"
     known = {row["key"] for row in study.read(file)}
     rows = [
@@ -294,18 +317,23 @@ def adopt(folder: Path) -> int:
 def _on_mnist(setting: Mapping[str, Any]) -> bool:
     common = TASKS["mnist"].common
     return setting["arm"] in MNIST_ARMS and all(
-        setting.get(what) == value for what, value in common.items()
+        setting.get(field) == value for field, value in common.items()
     )
 
 
 def without_privacy(task: str, data: Data, device: str = "cpu") -> Row:
-    """The same model on the same data, trained by Adam with the best of a few rates on validation; test accuracies."""
-    common = Setting(arm="", lr=0.0, **TASKS[task].common)
+    """Train the same model without privacy, by Adam at the best of a few learning rates.
+
+    The rate is chosen on validation records; the result holds the test accuracies.
+    """
+    common = StudySetting(arm="", lr=0.0, **TASKS[task].common)
 
     def train(lr: float, seed: int, parts: Data) -> float:
         torch.manual_seed(seed)
-        records, measured = on_device(parts[0], device), parts[1]
-        shape, classes = tuple(records.tensors[0].shape[1:]), len(DATASETS[common.dataset][0])
+        records = on_device(parts[0], device)
+        measured = parts[1]
+        shape = tuple(records.tensors[0].shape[1:])
+        classes = len(DATASETS[common.dataset][0])
         model = MODELS[common.model or "cnn"](shape, classes).to(device)
         optimizer = torch.optim.Adam(model.parameters(), lr=lr)
         for _ in range(PLAIN["epochs"]):
@@ -316,30 +344,29 @@ def without_privacy(task: str, data: Data, device: str = "cpu") -> Row:
                 optimizer.zero_grad()
         return accuracy(model, *measured.tensors)
 
-    tried = {lr: train(lr, 0, split(data, common.validation)) for lr in PLAIN["rates"]}
-    best = max(tried, key=lambda lr: tried[lr])
+    validation = {lr: train(lr, 0, split(data, common.validation)) for lr in PLAIN["rates"]}
+    best = max(validation, key=lambda lr: validation[lr])
     return {
         "lr": best,
-        "validation": tried[best],
+        "validation": validation[best],
         "tests": [train(best, seed, data) for seed in SEEDS],
     }
 
 
-def references(tasks: Sequence[str], order: ReproduceOptions) -> None:
-    """Accuracy without privacy, into reference.json; what it holds is not repeated."""
-    folder, console = order.out, order.console
-    for task in track(tasks, "without privacy", console=console, transient=True):
-        found = _references(folder)
-        if task not in found:
+def measure_references(tasks: Sequence[str], options: ReproduceOptions) -> None:
+    """Write accuracies without privacy to reference.json; those that it holds are not repeated."""
+    for task in track(tasks, "without privacy", console=options.console, transient=True):
+        references = _references(options.out)
+        if task not in references:
             try:
-                data = DATASETS[TASKS[task].common["dataset"]][1](order.data_dir)
-                found[task] = without_privacy(task, data, order.device)
+                data = DATASETS[TASKS[task].common["dataset"]][1](options.data_dir)
+                references[task] = without_privacy(task, data, options.device)
             except FileNotFoundError as error:
-                console.print(
+                options.console.print(
                     f"{task} is skipped: {error}", markup=False, highlight=False, soft_wrap=True
                 )
                 continue
-            (folder / "reference.json").write_text(json.dumps(found, indent=1) + "\n")
+            (options.out / "reference.json").write_text(json.dumps(references, indent=1) + "\n")
 
 
 def _references(folder: Path) -> dict[str, Row]:
@@ -347,77 +374,80 @@ def _references(folder: Path) -> dict[str, Row]:
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
-def show(folder: Path, console: Console, table: Study = TABLE5) -> None:
+def show(folder: Path, console: Console, table: Study = STUDY) -> None:
     """Print the results in `folder`; write accuracy.md, figure4.png and figure5.png."""
     rows = [row for file in sorted(folder.glob("*.jsonl")) for row in study.read(file)]
     summaries = study.summarise(table, rows)
     if not summaries:
         raise ValueError(f"{folder} holds no results: run without --stage table first")
-    panels = {task: panel(task, summaries, _references(folder).get(task, {})) for task in TASKS}
+    panels = {task: panel_of(task, summaries, _references(folder).get(task, {})) for task in TASKS}
     console.print(accuracy_table([row for row in summaries if row.tries or row.tests], TITLE))
     parts = [accuracy_markdown([row for row in summaries if row.tries], TITLE, REMARK)]
-    parts += [panel_markdown(found) for found in panels.values() if found.points]
+    parts += [panel_markdown(panel) for panel in panels.values() if panel.points]
     (folder / "accuracy.md").write_text("\n".join(parts))
     if not find_spec("matplotlib"):
         console.print("matplotlib is not installed: no figures")
         return
     for figure in (4, 5):
         chosen = [panels[task] for task in TASKS if TASKS[task].figure == figure]
-        if chosen := [found for found in chosen if any(point.tests for point in found.points)]:
+        if chosen := [panel for panel in chosen if any(point.tests for point in panel.points)]:
             plot_panels(chosen, folder / f"figure{figure}.png")
 
 
-def panel(task: str, summaries: Sequence[Summary], reference: Row) -> Panel:
-    found, names = TASKS[task], {name(task, epsilon): epsilon for epsilon in TASKS[task].epsilons}
+def panel_of(task_key: str, summaries: Sequence[Summary], reference: Row) -> Panel:
+    """Collect the results of a task over all epsilons."""
+    task = TASKS[task_key]
+    epsilon_of = {task_name(task_key, epsilon): epsilon for epsilon in task.epsilons}
     rows = sorted(
-        (row for row in summaries if row.dataset in names),
-        key=lambda row: list(found.arms).index(row.arm),
+        (row for row in summaries if row.dataset in epsilon_of),
+        key=lambda row: list(task.arms).index(row.arm),
     )
-    points = tuple(Point(row.arm, names[row.dataset], row.tests, row.paper) for row in rows)
+    points = tuple(Point(row.arm, epsilon_of[row.dataset], row.tests, row.paper) for row in rows)
     return Panel(
-        found.heading,
-        found.about,
+        task.heading,
+        task.about,
         points,
         tuple(reference.get("tests", ())),
-        found.paper_without_privacy,
+        task.paper_without_privacy,
     )
 
 
-def execute(tasks: Sequence[str], order: ReproduceOptions, table: Study = TABLE5) -> None:
-    """Tune and train, then without privacy, then the report. What is in the folder is not repeated."""
-    folder, data_dir, console = order.out, order.data_dir, order.console
-    chosen = [found for found in table.tasks if found.split()[0] in tasks]
-    file, count = (
-        folder / ("quick.jsonl" if order.quick else "results.jsonl"),
-        1 if order.quick else None,
-    )
-    if "mnist" in tasks and not order.quick:
-        console.print(f"{adopt(folder)} runs on MNIST are taken over from Table 1", highlight=False)
+def execute(tasks: Sequence[str], options: ReproduceOptions, table: Study = STUDY) -> None:
+    """Tune and train, then train without privacy, then report.
+
+    Runs that the folder holds are not repeated.
+    """
+    if "mnist" in tasks and not options.quick:
+        count = adopt(options.out)
+        options.console.print(f"{count} runs on MNIST are copied from Table 1", highlight=False)
     study.execute(
-        table, chosen, table.arms, file, data_dir, console, ("tune", "final"), count, order.device
+        table,
+        [name for name in table.tasks if name.split()[0] in tasks],
+        table.arms,
+        options.out / ("quick.jsonl" if options.quick else "results.jsonl"),
+        options.data_dir,
+        options.console,
+        stages=("tune", "final"),
+        count=1 if options.quick else None,
+        device=options.device,
     )
-    if not order.quick:
-        references(tasks, order)
-    show(folder, console, table)
+    if not options.quick:
+        measure_references(tasks, options)
+    show(options.out, options.console, table)
 
 
-def run(order: ReproduceOptions) -> None:
-    """All four tasks; quick: a tenth of an epoch, one try and one seed an arm, at epsilon 1."""
-    table = study.ordered(TABLE5, order)
-    if order.quick:
-        table = replace(
-            table,
-            tasks={name(task, 1.0): table.tasks[name(task, 1.0)] for task in TASKS},
-            follows={},
-        )
-    try:
-        execute(list(TASKS), order, table)
-    except (OSError, ValueError) as error:
-        raise PrivacyError(str(error)) from error
+def reproduce(options: ReproduceOptions) -> None:
+    """Run all four tasks; quick: at epsilon 1, a tenth of an epoch, one try and seed per arm."""
+    table = study.with_options(STUDY, options)
+    if options.quick:
+        names = [task_name(task, 1.0) for task in TASKS]
+        table = replace(table, tasks={name: table.tasks[name] for name in names}, follows={})
+    execute(list(TASKS), options, table)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog=f"python -m {TABLE5.module}", description=TABLE5.about)
+    """Run some of the tasks from the command line."""
+    parser = argparse.ArgumentParser(prog=f"python -m {STUDY.module}", description=STUDY.about)
     parser.add_argument(
         "--data-dir", type=Path, help="the folder with the data sets (default $DPKFC_DATA)"
     )
@@ -428,10 +458,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         type=names_among(tasks),
         default=tasks,
         metavar="A,B",
-        help=f"of {', '.join(tasks)}",
+        help=f"a list of {', '.join(tasks)} (default: all)",
     )
     parser.add_argument(
-        "--only-show", action="store_true", help="the table and the figures of what is there"
+        "--only-show", action="store_true", help="write the table and figures of existing results"
     )
     chosen = parser.parse_args(arguments)
     try:
@@ -439,9 +469,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
             show(chosen.out, Console())
         else:
             execute(chosen.task, ReproduceOptions(chosen.out, data_dir=chosen.data_dir))
-    except (PrivacyError, OSError, ValueError) as error:
-        sys.exit(f"{TABLE5.module}: {error}")
-
-
-if __name__ == "__main__":
-    main()
+    except EXPECTED_ERRORS as error:
+        sys.exit(f"{STUDY.module}: {error}")

@@ -1,4 +1,4 @@
-"""Accuracy against epsilon: a table and a panel a task, beside the paper's figures."""
+"""Accuracy against epsilon: one table and one panel per task, with the paper's figures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 
 from dpkfc.app.reports.accuracy_table import mean_and_spread
 
-LOOKS = {  # colour and marker
+STYLES = {  # colour and marker
     "dp-sgd": ("tab:blue", "o"),
     "dp-adam": ("tab:cyan", "D"),
     "dp-kfc": ("tab:red", "s"),
@@ -20,7 +20,7 @@ LOOKS = {  # colour and marker
 
 @dataclass(frozen=True)
 class Point:
-    """One arm at one epsilon: test accuracies, one a seed, and the paper's, in percent."""
+    """One arm at one epsilon: test accuracies, one per seed, and the paper's in percent."""
 
     arm: str
     epsilon: float
@@ -30,7 +30,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Panel:
-    """A task. `plain` are test accuracies without privacy."""
+    """The results of a task. `plain` holds test accuracies without privacy."""
 
     heading: str
     about: str
@@ -43,13 +43,14 @@ class Panel:
         return list(dict.fromkeys(point.arm for point in self.points))
 
     def of(self, arm: str) -> list[Point]:
+        """Return the points of an arm by increasing epsilon."""
         return sorted(
             (point for point in self.points if point.arm == arm), key=lambda point: point.epsilon
         )
 
 
 def panel_markdown(panel: Panel) -> str:
-    """A line an epsilon, a column an arm: the test accuracy, and the paper's in brackets."""
+    """Format one line per epsilon and one column per arm, with the paper's figures in brackets."""
     cells = {(point.epsilon, point.arm): _cell(point.tests, point.paper) for point in panel.points}
     lines = [["epsilon", *panel.arms], ["---:", *["---"] * len(panel.arms)]]
     for epsilon in sorted({point.epsilon for point in panel.points}):
@@ -64,42 +65,60 @@ def _cell(tests: Sequence[float], paper: float | None) -> str:
 
 
 def plot_panels(panels: Sequence[Panel], file: Path) -> None:
-    """Means with the standard deviation over seeds; hollow markers are the paper's, dashed lines without privacy."""
+    """Draw means with the standard deviation over seeds.
+
+    Hollow markers are the paper's figures, dashed lines are without privacy.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.lines import Line2D
 
-    figure, places = plt.subplots(
+    figure, axes = plt.subplots(
         1, len(panels), figsize=(5.2 * len(panels), 4.4), squeeze=False, layout="constrained"
     )
-    for place, panel in zip(places[0], panels, strict=True):
+    for axis, panel in zip(axes[0], panels, strict=True):
         for arm in panel.arms:
             ours = [point for point in panel.of(arm) if point.tests]
             means = [100 * fmean(point.tests) for point in ours]
             spread = [100 * stdev(point.tests) if len(point.tests) > 1 else 0.0 for point in ours]
-            (colour, marker), xs = LOOKS[arm], [point.epsilon for point in ours]
-            look = {"marker": marker, "markersize": 4, "capsize": 2, "linewidth": 1.2}
-            place.errorbar(xs, means, spread, color=colour, label=arm, **look)
-            papers = [point for point in panel.of(arm) if point.paper is not None]
-            xs, theirs = [point.epsilon for point in papers], [point.paper for point in papers]
-            place.plot(xs, theirs, marker, color=colour, fillstyle="none", markersize=7)
+            colour, marker = STYLES[arm]
+            axis.errorbar(
+                [point.epsilon for point in ours],
+                means,
+                spread,
+                color=colour,
+                label=arm,
+                marker=marker,
+                markersize=4,
+                capsize=2,
+                linewidth=1.2,
+            )
+            published = [point for point in panel.of(arm) if point.paper is not None]
+            axis.plot(
+                [point.epsilon for point in published],
+                [point.paper for point in published],
+                marker,
+                color=colour,
+                fillstyle="none",
+                markersize=7,
+            )
         if panel.plain:
-            place.axhline(100 * fmean(panel.plain), linestyle="--", color="black", linewidth=1)
-        place.axhline(panel.paper_plain, linestyle=":", color="grey", linewidth=1)
+            axis.axhline(100 * fmean(panel.plain), linestyle="--", color="black", linewidth=1)
+        axis.axhline(panel.paper_plain, linestyle=":", color="grey", linewidth=1)
         epsilons = sorted({point.epsilon for point in panel.points})
-        place.set_xscale("log")
-        place.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
-        place.minorticks_off()
-        place.set_title(panel.heading.replace(" (", "\n("), fontsize=10)
-        place.set_xlabel("epsilon")
-        place.grid(alpha=0.3)
-    places[0][0].set_ylabel("test accuracy, %")
+        axis.set_xscale("log")
+        axis.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
+        axis.minorticks_off()
+        axis.set_title(panel.heading.replace(" (", "\n("), fontsize=10)
+        axis.set_xlabel("epsilon")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("test accuracy, %")
     entries = {
         label: line
-        for place in places[0]
-        for line, label in zip(*place.get_legend_handles_labels(), strict=True)
+        for axis in axes[0]
+        for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }
     entries["hollow: the paper"] = Line2D(
         [], [], marker="s", linestyle="none", color="grey", fillstyle="none"

@@ -1,15 +1,13 @@
-"""Table 7, Figures 10 and 11 of the paper: how sensitive DP-SGD and DP-KFC are to their hyperparameters, by Optuna.
+"""A search over the hyperparameters of DP-SGD and DP-KFC.
 
-    dpkfc reproduce table7 --data-dir DATA
-    python -m experiments.sensitivity --trials 30 --records 10000 --validation 2000 --epochs 2 --probe-batch 32 \\
-        --datasets mnist,fashion-mnist --data-dir DATA --out runs/table7
+Each method has the same number of trials on a data set, proposed by TPE to maximise the accuracy
+on held-out training records. The best trial is trained on all records, with new seeds, and only
+these runs see the test set. The paper adds its damping π to A as it is, which is `stability` here
+(`damping` would be relative to the trace). Its α is an exponent of the amplitude, so that it is
+``PinkNoise(alpha=2α)``. Its preconditioner steps are the probe batches of a refresh; there is one
+refresh per epoch.
 
-Each method has the same number of trials on a data set, chosen by TPE for the accuracy on held-out training records.
-The best one is trained on all records, with new seeds, and only these runs see the test set. The paper's damping π is
-added to A as it is, which is `stability` here (`damping` would be relative to the trace). Its α is an exponent of the
-amplitude, so that ``PinkNoise(alpha=2α)``. Its preconditioner steps are probe batches of a refresh, one in an epoch.
-
-Trials are appended to results.jsonl as they come, and a second run goes on from there.
+Trials are appended to results.jsonl as they come, and a second run continues from there.
 """
 
 from __future__ import annotations
@@ -26,14 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from experiments.common.arguments import names_among
-from experiments.common.options import ReproduceOptions
-from experiments.common.setting import PAPER, Data, Load, Setting, scaled, train
-from experiments.common.study import Row, read
-from experiments.geometry.experiment import SCALING
-from experiments.table7.findings import METHODS, SPACE, Range, Sweep, study_of
-from experiments.table7.plots import plot_analysis, plot_pairs
-from experiments.table7.report import PUBLISHED, Pair, markdown
 from rich.console import Console
 from rich.progress import track
 from torch.utils.data import TensorDataset
@@ -42,23 +32,41 @@ import dpkfc
 from dpkfc.app.readers.idx import Scaling
 from dpkfc.app.readers.sources import NAMED
 from dpkfc.app.reports.experiment_report import publish
+from experiments.common.arguments import EXPECTED_ERRORS, names_among
+from experiments.common.options import ReproduceOptions
+from experiments.common.setting import PAPER, SCALING, Data, Load, StudySetting, scaled, train
+from experiments.common.study import Row, read
+from experiments.table7.findings import METHODS, SPACE, ParameterRange, Sweep, study_of
+from experiments.table7.plots import plot_analysis, plot_pairs
+from experiments.table7.report import PUBLISHED, Pair, markdown
 
 if TYPE_CHECKING:
     from optuna import Trial
     from optuna.distributions import BaseDistribution
 
 SCALINGS: dict[str, Scaling] = {**SCALING, "cifar-10": "centred"}
-SEED = 0  # of the search; trials have the default seed
+SEED = 0  # of the search; trials use the default seed
 Params = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """All that trials have in common. More `trials` go on with a search; any other change begins a new one."""
+    """What all trials have in common.
+
+    A larger number of `trials` continues a search; any other change starts a new one.
+
+    Args:
+        trials: The number of trials per method and data set.
+        records: The number of training records, from the first; None for all.
+        validation: How many of them trials hold out.
+        epochs: Expected passes over the data.
+        probe_batch: The number of probes per preconditioner step.
+        seeds: The seeds of the final runs.
+    """
 
     trials: int = 150
-    records: int | None = None  # the first ones of the training set; None for all
-    validation: int = 5000  # of them held out in trials
+    records: int | None = None
+    validation: int = 5000
     epochs: float = 5
     batch_size: int = 256
     probe_batch: int = 256
@@ -68,15 +76,16 @@ class Protocol:
 
     def __post_init__(self) -> None:
         if self.trials < 3:
-            raise ValueError(f"trials={self.trials}: nothing can be told from fewer than 3")
+            raise ValueError(f"trials={self.trials}: at least 3 are needed for a finding")
         if self.records is not None and not 0 < self.validation < self.records:
             raise ValueError(
-                f"validation={self.validation}: must be part of the {self.records} records"
+                f"validation={self.validation}: must be part of the {self.records} records, "
+                "and leave some to train on"
             )
 
     @property
     def contents(self) -> dict[str, Any]:
-        """What results depend on."""
+        """Everything that the result of a trial depends on."""
         return {
             name: value for name, value in asdict(self).items() if name not in ("trials", "seeds")
         }
@@ -87,8 +96,8 @@ class Protocol:
 
     def setting(
         self, dataset: str, method: str, params: Mapping[str, float], records: int
-    ) -> Setting:
-        """A trial on a data set with so many training records."""
+    ) -> StudySetting:
+        """Return the setting of a trial on a data set with `records` training records."""
         geometry = None
         if method == "DP-KFC":
             geometry = PAPER | {
@@ -98,7 +107,7 @@ class Protocol:
                 "chunk": 256,
                 "stability": params["damping"],
             }
-        return Setting(
+        return StudySetting(
             dataset,
             method,
             params["lr"],
@@ -119,28 +128,28 @@ QUICK = Protocol(trials=6, records=1500, validation=500, epochs=1, probe_batch=1
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where results are kept, whose, and where they are computed."""
+class TrialStore:
+    """The results file of a protocol; new trials are computed on `device`."""
 
     file: Path
     protocol: Protocol
     device: str = "cpu"
 
     def rows(self, dataset: str, method: str, final: bool) -> list[Row]:
-        """Those of this protocol: trials, or runs on the test set."""
-        whose = {"key": self.protocol.key, "dataset": dataset, "method": method}
-        found = [
+        """Return the trials of this protocol, or its final runs on the test set."""
+        wanted = {"key": self.protocol.key, "dataset": dataset, "method": method}
+        rows = [
             row
             for row in read(self.file)
-            if all(row.get(name) == value for name, value in whose.items())
+            if all(row.get(name) == value for name, value in wanted.items())
         ]
-        return [row for row in found if (row["setting"]["validation"] == 0) == final]
+        return [row for row in rows if (row["setting"]["validation"] == 0) == final]
 
     def trials(self, dataset: str, method: str) -> list[Row]:
         return self.rows(dataset, method, final=False)[: self.protocol.trials]
 
-    def add(self, setting: Setting, params: Params, load: Load, console: Console) -> float:
-        """Train, and append what came of it."""
+    def add(self, setting: StudySetting, params: Params, load: Load, console: Console) -> float:
+        """Train, append the result to the file, and return its accuracy."""
         result = train(setting, load, device=self.device)
         row = {
             "key": self.protocol.key,
@@ -161,7 +170,10 @@ class Place:
 
 
 def loaders(protocol: Protocol, data_dir: Path | None) -> tuple[Load, Load]:
-    """The protocol's records for trials, without the test set, and for final runs, with it."""
+    """Return two loaders of the protocol's records: for trials without the test set, and with it.
+
+    Only the second one, for final runs, gives access to the test set.
+    """
 
     @cache
     def with_test(dataset: str, scaling: Scaling) -> Data:
@@ -169,8 +181,8 @@ def loaders(protocol: Protocol, data_dir: Path | None) -> tuple[Load, Load]:
         count = len(records) if protocol.records is None else protocol.records
         if not protocol.validation < count <= len(records):
             raise ValueError(
-                f"{dataset} has {len(records)} training records, the protocol asks for {count}, of which "
-                f"{protocol.validation} are held out"
+                f"{dataset} has {len(records)} training records, the protocol asks for {count}, "
+                f"of which {protocol.validation} are held out"
             )
         return scaled((first(records, count), test), scaling)
 
@@ -182,79 +194,84 @@ def loaders(protocol: Protocol, data_dir: Path | None) -> tuple[Load, Load]:
 
 
 def first(data: TensorDataset, count: int) -> TensorDataset:
+    """Return the first `count` records."""
     return TensorDataset(*(part[:count].clone() for part in data.tensors))
 
 
 def suggest(trial: Trial, method: str) -> Params:
-    def one(name: str, of: Range) -> float:
+    """Let Optuna propose a value for every hyperparameter of a method."""
+
+    def suggest_one(name: str, scale: ParameterRange) -> float:
         value: float
-        if of.whole:
-            value = trial.suggest_int(name, int(of.low), int(of.high), log=of.log)
+        if scale.integer:
+            value = trial.suggest_int(name, int(scale.low), int(scale.high), log=scale.log)
         else:
-            value = trial.suggest_float(name, of.low, of.high, log=of.log)
+            value = trial.suggest_float(name, scale.low, scale.high, log=scale.log)
         return value
 
-    return {name: one(name, SPACE[name]) for name in METHODS[method]}
+    return {name: suggest_one(name, SPACE[name]) for name in METHODS[method]}
 
 
-def search(place: Place, dataset: str, method: str, load: Load, console: Console) -> None:
-    """All trials of a method. Those in the file are told to the search first, the others are appended to it."""
-    done = place.trials(dataset, method)
+def search(store: TrialStore, dataset: str, method: str, load: Load, console: Console) -> None:
+    """Run all trials of a method; the search starts from those that the file holds."""
+    done = store.trials(dataset, method)
     console.print(
-        f"{dataset}, {method}: {len(done)} of {place.protocol.trials} trials are in {place.file}"
+        f"{dataset}, {method}: {len(done)} of {store.protocol.trials} trials are in {store.file}"
     )
-    if len(done) == place.protocol.trials:
+    if len(done) == store.protocol.trials:
         return
     records = len(load(dataset, SCALINGS[dataset])[0])
 
     def objective(trial: Trial) -> float:
         params = suggest(trial, method)
-        return place.add(
-            place.protocol.setting(dataset, method, params, records), params, load, console
+        return store.add(
+            store.protocol.setting(dataset, method, params, records), params, load, console
         )
 
-    storage, name = place.file.with_suffix(".db"), f"{dataset}, {method}, {place.protocol.key}"
+    storage = store.file.with_suffix(".db")
+    name = f"{dataset}, {method}, {store.protocol.key}"
     storage.unlink(missing_ok=True)
-    told = [(row["params"], row["result"]["last"]) for row in done]
-    study_of(told, distributions(method), f"sqlite:///{storage.absolute()}", name)
-    dpkfc.tune(objective, tries=place.protocol.trials, storage=storage, name=name, seed=SEED)
+    known = [(row["params"], row["result"]["last"]) for row in done]
+    study_of(known, distributions(method), f"sqlite:///{storage.absolute()}", name)
+    dpkfc.tune(objective, tries=store.protocol.trials, storage=storage, name=name, seed=SEED)
     storage.unlink()
 
 
 def distributions(method: str) -> dict[str, BaseDistribution]:
+    """Return the search space of a method as Optuna's distributions."""
     from optuna.distributions import FloatDistribution, IntDistribution
 
-    def one(of: Range) -> BaseDistribution:
-        if of.whole:
-            return IntDistribution(int(of.low), int(of.high), log=of.log)
-        return FloatDistribution(of.low, of.high, log=of.log)
+    def distribution(scale: ParameterRange) -> BaseDistribution:
+        if scale.integer:
+            return IntDistribution(int(scale.low), int(scale.high), log=scale.log)
+        return FloatDistribution(scale.low, scale.high, log=scale.log)
 
-    return {name: one(SPACE[name]) for name in METHODS[method]}
+    return {name: distribution(SPACE[name]) for name in METHODS[method]}
 
 
-def finish(place: Place, dataset: str, method: str, load: Load, console: Console) -> None:
-    """Train the best trial on all records, and measure it on the test set, once a seed."""
-    best = max(place.trials(dataset, method), key=lambda row: row["result"]["last"])
-    chosen = replace(Setting(**best["setting"]), validation=0)
-    done = {Setting(**row["setting"]).key for row in place.rows(dataset, method, final=True)}
-    wanted = [replace(chosen, seed=seed) for seed in place.protocol.seeds]
+def train_best(store: TrialStore, dataset: str, method: str, load: Load, console: Console) -> None:
+    """Train the best trial on all records and measure it on the test set, once per seed."""
+    best = max(store.trials(dataset, method), key=lambda row: row["result"]["last"])
+    chosen = replace(StudySetting(**best["setting"]), validation=0)
+    done = {StudySetting(**row["setting"]).key for row in store.rows(dataset, method, final=True)}
+    wanted = [replace(chosen, seed=seed) for seed in store.protocol.seeds]
     todo = [setting for setting in wanted if setting.key not in done]
     for setting in track(todo, f"{dataset}, {method}: the best", console=console, disable=not todo):
-        place.add(setting, best["params"], load, console)
+        store.add(setting, best["params"], load, console)
 
 
-def sweep(place: Place, dataset: str, method: str) -> Sweep | None:
-    """What the file holds; None unless all trials and final runs are done."""
-    trials = place.trials(dataset, method)
-    if len(trials) < place.protocol.trials:
+def sweep_of(store: TrialStore, dataset: str, method: str) -> Sweep | None:
+    """Return the trials in the file; None unless all trials and final runs are done."""
+    trials = store.trials(dataset, method)
+    if len(trials) < store.protocol.trials:
         return None
     accuracy = np.array([row["result"]["last"] for row in trials])
-    chosen = replace(Setting(**trials[int(accuracy.argmax())]["setting"]), validation=0)
+    chosen = replace(StudySetting(**trials[int(accuracy.argmax())]["setting"]), validation=0)
     measured = {
-        Setting(**row["setting"]).key: row["result"]["last"]
-        for row in place.rows(dataset, method, final=True)
+        StudySetting(**row["setting"]).key: row["result"]["last"]
+        for row in store.rows(dataset, method, final=True)
     }
-    keys = [replace(chosen, seed=seed).key for seed in place.protocol.seeds]
+    keys = [replace(chosen, seed=seed).key for seed in store.protocol.seeds]
     if not all(key in measured for key in keys):
         return None
     values = {
@@ -264,21 +281,21 @@ def sweep(place: Place, dataset: str, method: str) -> Sweep | None:
     return Sweep(values, accuracy, tuple(measured[key] for key in keys))
 
 
-def collect(place: Place) -> dict[str, Pair]:
-    """Every data set on which both methods are done."""
-    found: dict[str, Pair] = {}
+def collect(store: TrialStore) -> dict[str, Pair]:
+    """Return the sweeps of every data set on which both methods are done."""
+    pairs: dict[str, Pair] = {}
     for dataset in SCALINGS:
-        sgd, kfc = (sweep(place, dataset, method) for method in METHODS)
+        sgd, kfc = (sweep_of(store, dataset, method) for method in METHODS)
         if sgd is not None and kfc is not None:
-            found[dataset] = sgd, kfc
-    return found
+            pairs[dataset] = (sgd, kfc)
+    return pairs
 
 
 def command(protocol: Protocol) -> str:
-    """What makes the results."""
-    for known, quick in ((FULL, ""), (QUICK, " --quick")):
-        if protocol == replace(known, seeds=protocol.seeds):
-            seed = "" if protocol.seeds == known.seeds else f" --seed {protocol.seeds[0]}"
+    """Return the command that repeats the results."""
+    for preset, quick in ((FULL, ""), (QUICK, " --quick")):
+        if protocol == replace(preset, seeds=protocol.seeds):
+            seed = "" if protocol.seeds == preset.seeds else f" --seed {protocol.seeds[0]}"
             return f"dpkfc reproduce table7 --data-dir DATA{quick}{seed}"
     options = {
         name: getattr(protocol, name)
@@ -289,10 +306,11 @@ def command(protocol: Protocol) -> str:
         for name, value in options.items()
         if value is not None
     ]
-    return " ".join(["python -m experiments.sensitivity", *given, "--data-dir DATA --out FOLDER"])
+    return " ".join(["python -m experiments.table7", *given, "--data-dir DATA --out FOLDER"])
 
 
 def about(protocol: Protocol) -> str:
+    """Describe the protocol for the report."""
     records = (
         "all training records"
         if protocol.records is None
@@ -300,40 +318,44 @@ def about(protocol: Protocol) -> str:
     )
     full = "as in the paper" if protocol.trials == FULL.trials else f"the paper has {FULL.trials}"
     return f"    {command(protocol)}\n\n" + (
-        f"{protocol.trials} trials a method and data set ({full}), TPE, ε = {protocol.epsilon:g}, δ = "
-        f"{protocol.delta:g} by PLD, Poisson sampling, the paper's CNN, SGD with momentum {Setting.momentum:g}, "
-        f"{protocol.epochs:g} epochs at an expected batch of {protocol.batch_size}, on {records}. Trials hold out the "
-        f"last {protocol.validation:,} of them, and are chosen by the accuracy there; the best is trained on all of "
-        f"them and measured on the test set, with new seeds ({len(protocol.seeds)}). Log-uniform: learning rate .001 "
-        "to .5, clip .1 to 50, damping π (`stability` here) 1e-5 to .1, preconditioner steps (batches of "
-        f"{protocol.probe_batch} probes at a refresh, one in an epoch) 1 to 100; uniform: α from 0 to 2, the exponent "
-        "of the probes' amplitude, so that `PinkNoise(alpha=2α)`. DP-KFC whitens activations at full rank, as the "
-        "authors' code does. Epsilon is that of each run; the search is not charged."
+        f"{protocol.trials} trials per method and data set ({full}), TPE, ε = "
+        f"{protocol.epsilon:g}, δ = {protocol.delta:g} by PLD, Poisson sampling, the paper's CNN, "
+        f"SGD with momentum {StudySetting.momentum:g}, {protocol.epochs:g} epochs at an expected batch "
+        f"of {protocol.batch_size}, on {records}. Trials hold out the last "
+        f"{protocol.validation:,} of them, and are chosen by the accuracy there; the best is "
+        "trained on all of them and measured on the test set, with new seeds "
+        f"({len(protocol.seeds)}). Log-uniform: learning rate .001 to .5, clip .1 to 50, damping π "
+        f"(`stability` here) 1e-5 to .1, preconditioner steps (batches of {protocol.probe_batch} "
+        "probes at a refresh, one refresh per epoch) 1 to 100; uniform: α from 0 to 2, the exponent "
+        "of the probes' amplitude, so that it is `PinkNoise(alpha=2α)`. DP-KFC whitens activations "
+        "at full rank, as the authors' code does. Epsilon is that of each run; the search is not "
+        "charged."
     )
 
 
-def execute(protocol: Protocol, datasets: Sequence[str], order: ReproduceOptions) -> None:
-    """Search and measure, data set by data set; the report grows with each of them."""
-    out, console, quick = order.out, order.console, order.quick
+def execute(protocol: Protocol, datasets: Sequence[str], options: ReproduceOptions) -> None:
+    """Search and measure on one data set after the other; the report grows with each of them."""
     if not find_spec("optuna"):
-        raise dpkfc.PrivacyError(
+        raise ImportError(
             "the search needs Optuna, which is not installed: pip install 'dpkfc[tune]'"
         )
+    out = options.out
+    console = options.console
     out.mkdir(parents=True, exist_ok=True)
-    prefix = "quick-" if quick else ""
-    place = Place(out / f"{prefix}results.jsonl", protocol, order.device)
-    for_trials, for_finals = loaders(protocol, order.data_dir)
+    prefix = "quick-" if options.quick else ""
+    store = TrialStore(out / f"{prefix}results.jsonl", protocol, options.device)
+    for_trials, for_finals = loaders(protocol, options.data_dir)
     for dataset in datasets:
         for method in METHODS:
-            search(place, dataset, method, for_trials, console)
+            search(store, dataset, method, for_trials, console)
         for method in METHODS:
-            finish(place, dataset, method, for_finals, console)
-        sweeps = collect(place)
+            train_best(store, dataset, method, for_finals, console)
+        sweeps = collect(store)
         publish(
             out / f"{prefix}table7.md",
             markdown(sweeps, about(protocol), prefix),
             console,
-            quick=quick,
+            quick=options.quick,
         )
         if not find_spec("matplotlib"):
             console.print("matplotlib is not installed: no pictures")
@@ -343,18 +365,20 @@ def execute(protocol: Protocol, datasets: Sequence[str], order: ReproduceOptions
         plot_pairs(sweeps[dataset][1], dataset, out / f"{prefix}fig11-{dataset}.png")
 
 
-def run(order: ReproduceOptions) -> None:
-    """The paper's protocol on all data sets: many hours. Quick: a few short trials on MNIST."""
-    protocol, datasets = (QUICK, ["mnist"]) if order.quick else (FULL, list(SCALINGS))
-    try:
-        execute(replace(protocol, seeds=order.seeds(protocol.seeds)), datasets, order)
-    except (OSError, ValueError) as error:
-        raise dpkfc.PrivacyError(str(error)) from error
+def reproduce(options: ReproduceOptions) -> None:
+    """Run the paper's protocol on all data sets; quick: a few short trials on MNIST."""
+    protocol, datasets = (QUICK, ["mnist"]) if options.quick else (FULL, list(SCALINGS))
+    protocol = replace(protocol, seeds=options.seeds(protocol.seeds))
+    execute(protocol, datasets, options)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    prog = "experiments.sensitivity"
-    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=__doc__.split("\n")[0])
+    """Run a protocol of one's own choice from the command line."""
+    module = "experiments.table7"
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description="Table 7, Figures 10 and 11 of the paper: the importance of hyperparameters.",
+    )
     parser.add_argument(
         "--data-dir", type=Path, help="the folder with mnist/, ... (default $DPKFC_DATA)"
     )
@@ -363,26 +387,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     names = list(SCALINGS)
     parser.add_argument(
-        "--datasets", type=names_among(names), default=names, metavar="A,B", help=", ".join(names)
+        "--datasets",
+        type=names_among(names),
+        default=names,
+        metavar="A,B",
+        help=f"a list of {', '.join(names)} (default: all)",
     )
     parser.add_argument(
-        "--trials", type=int, default=FULL.trials, help="of each method and data set (%(default)s)"
+        "--trials",
+        type=int,
+        default=FULL.trials,
+        help="per method and data set (default %(default)s)",
     )
-    parser.add_argument("--records", type=int, help="the first ones of the training set (all)")
     parser.add_argument(
-        "--validation", type=int, default=FULL.validation, help="of them held out (%(default)s)"
+        "--records", type=int, help="number of training records, from the first (default: all)"
     )
-    parser.add_argument("--epochs", type=float, default=FULL.epochs, help="(%(default)s)")
     parser.add_argument(
-        "--probe-batch", type=int, default=FULL.probe_batch, help="probes a step (%(default)s)"
+        "--validation",
+        type=int,
+        default=FULL.validation,
+        help="records held out in trials (default %(default)s)",
+    )
+    parser.add_argument("--epochs", type=float, default=FULL.epochs, help="(default %(default)s)")
+    parser.add_argument(
+        "--probe-batch",
+        type=int,
+        default=FULL.probe_batch,
+        help="probes per preconditioner step (default %(default)s)",
     )
     chosen = vars(parser.parse_args(arguments))
     out, data_dir, datasets = (chosen.pop(name) for name in ("out", "data_dir", "datasets"))
     try:
         execute(Protocol(**chosen), datasets, ReproduceOptions(out, data_dir=data_dir))
-    except (dpkfc.PrivacyError, OSError, ValueError) as error:
-        sys.exit(f"{prog}: {error}")
-
-
-if __name__ == "__main__":
-    main()
+    except EXPECTED_ERRORS as error:
+        sys.exit(f"{module}: {error}")

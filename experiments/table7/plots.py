@@ -1,4 +1,4 @@
-"""Figures 10 and 11 of the paper from the trials of a search: surfaces, importances, pairs of parameters."""
+"""Figures 10 and 11 of the paper from the trials of a search: surfaces and importances."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from experiments.table7.findings import (
     CLAIMED,
     GOOD,
-    OWN,
+    KFC_ONLY,
     SPACE,
     Array,
     Sweep,
@@ -38,7 +39,8 @@ SHORT = {
     "alpha": "exponent α",
     "steps": "steps",
 }
-PAIRS = [  # lettered as in the paper, which leaves out the last
+# Lettered as in the paper, which leaves out the last one.
+PAIRS = [
     ("clip", "lr"),
     ("clip", "damping"),
     ("clip", "alpha"),
@@ -53,29 +55,36 @@ PAIRS = [  # lettered as in the paper, which leaves out the last
 TITLES = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "cifar-10": "CIFAR-10"}
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#BBBBBB"
 DPI = 150
-POINTS, WIDTH = 80, 0.1  # of the grid of a surface, and of its kernel as a part of each axis
+POINTS = 80  # of the grid of a surface, along each axis
+WIDTH = 0.1  # of the kernel, as a share of each axis
 
 
 def surface(sweep: Sweep, across: str, up: str) -> tuple[Array, Array, Array]:
-    """The kernel mean of the accuracy on a grid of two parameters: their values, and accuracies [up, across]."""
+    """Average the accuracy on a grid of two hyperparameters with a kernel.
+
+    Returns:
+        The values of `across` and of `up`, and the mean accuracies [up, across].
+    """
     unit = np.linspace(0, 1, POINTS)
     mesh = np.stack(np.meshgrid(unit, unit), -1).reshape(-1, 2)
-    trials = np.stack([SPACE[name].place(sweep.values[name]) for name in (across, up)], -1)
+    trials = np.stack([SPACE[name].to_unit(sweep.values[name]) for name in (across, up)], -1)
     field = smooth(mesh, trials, sweep.accuracy, WIDTH).reshape(POINTS, POINTS)
     return _values(across, unit), _values(up, unit), field
 
 
 def _values(name: str, unit: Array) -> Array:
-    of = SPACE[name]
-    return np.asarray(
-        of.low * (of.high / of.low) ** unit if of.log else of.low + (of.high - of.low) * unit
-    )
+    """Map [0, 1] back to values of a hyperparameter."""
+    low, high = SPACE[name].low, SPACE[name].high
+    return np.asarray(low * (high / low) ** unit if SPACE[name].log else low + (high - low) * unit)
 
 
 def draw_surface(
     axes: Axes, sweep: Sweep, across: str, up: str, limits: tuple[float, float], title: str
 ) -> Any:
-    """Trials over their kernel mean, dashes at 90 % of the best, a star at the best; returns what has colours."""
+    """Draw trials over their kernel mean, a dashed line at 90 % of the best, a star at the best.
+
+    Returns the filled contours, for a colour bar.
+    """
     x, y, field = surface(sweep, across, up)
     low, high = limits
     colours: dict[str, Any] = {"cmap": "viridis", "vmin": 100 * low, "vmax": 100 * high}
@@ -109,11 +118,11 @@ def draw_surface(
         zorder=4,
     )
     for name, axis in ((across, "x"), (up, "y")):
-        of = SPACE[name]
+        scale = SPACE[name]
         axes.set(
             **{
-                f"{axis}scale": "log" if of.log else "linear",
-                f"{axis}lim": (of.low, of.high),
+                f"{axis}scale": "log" if scale.log else "linear",
+                f"{axis}lim": (scale.low, scale.high),
                 f"{axis}label": LABELS[name],
             }
         )
@@ -122,15 +131,18 @@ def draw_surface(
 
 
 def draw_importances(axes: Axes, kfc: Sweep, title: str) -> None:
-    """Bars of rank correlations (full) and of a forest's variance (hatched); the paper's figures as diamonds."""
-    found = importances(kfc)
-    names = sorted(found, key=lambda name: abs(found[name].correlation))
+    """Draw bars of rank correlations (full) and of a forest's variance (hatched).
+
+    The paper's figures are diamonds.
+    """
+    importance = importances(kfc)
+    names = sorted(importance, key=lambda name: abs(importance[name].correlation))
     for place, name in enumerate(names):
-        colour = ORANGE if name in OWN else BLUE
-        axes.barh(place + 0.2, abs(found[name].correlation), height=0.38, color=colour)
+        colour = ORANGE if name in KFC_ONLY else BLUE
+        axes.barh(place + 0.2, abs(importance[name].correlation), height=0.38, color=colour)
         axes.barh(
             place - 0.2,
-            found[name].variance,
+            importance[name].variance,
             height=0.38,
             facecolor="none",
             edgecolor=colour,
@@ -168,7 +180,7 @@ def draw_importances(axes: Axes, kfc: Sweep, title: str) -> None:
 def draw_summary(
     axes: Axes, sgd: Sweep, kfc: Sweep, paper: tuple[float, float], title: str
 ) -> None:
-    """Test accuracies of the best of either method, the paper's in grey beside them."""
+    """Draw the test accuracies of the best of either method, with the paper's in grey."""
     means = [100 * fmean(sweep.tests) for sweep in (sgd, kfc)]
     errors = [100 * spread(sweep.tests) for sweep in (sgd, kfc)]
     bars = axes.bar([0, 1], means, width=0.38, yerr=errors, capsize=4, color=[BLUE, ORANGE])
@@ -190,7 +202,7 @@ def draw_summary(
 def plot_analysis(
     sgd: Sweep, kfc: Sweep, dataset: str, paper: tuple[float, float], file: Path
 ) -> None:
-    """Figure 10."""
+    """Draw Figure 10: surfaces, importances and test accuracies."""
     plt = _pyplot()
     limits = _limits(sgd, kfc)
     figure, panels = plt.subplots(2, 3, figsize=(15, 9), layout="constrained")
@@ -205,14 +217,15 @@ def plot_analysis(
         filled, ax=[a, b, d, e], label="validation accuracy, %", ticks=_ticks(limits), aspect=40
     )
     figure.suptitle(
-        f"{TITLES[dataset]}, {len(kfc.accuracy)} trials a method (points; a star is the best, dashes 90 % of it)"
+        f"{TITLES[dataset]}, {len(kfc.accuracy)} trials a method "
+        "(points; a star is the best, dashes 90 % of it)"
     )
     figure.savefig(file, dpi=DPI)
     plt.close(figure)
 
 
 def plot_pairs(kfc: Sweep, dataset: str, file: Path) -> None:
-    """Figure 11."""
+    """Draw Figure 11: the surface of every pair of hyperparameters of DP-KFC."""
     plt = _pyplot()
     limits = _limits(kfc)
     figure, panels = plt.subplots(2, 5, figsize=(19, 7.6), layout="constrained")
@@ -225,14 +238,15 @@ def plot_pairs(kfc: Sweep, dataset: str, file: Path) -> None:
     )
     count = len(kfc.accuracy)
     figure.suptitle(
-        f"DP-KFC on {TITLES[dataset]}, {count} trials (points; a star is the best, dashes 90 % of it)"
+        f"DP-KFC on {TITLES[dataset]}, {count} trials "
+        "(points; a star is the best, dashes 90 % of it)"
     )
     figure.savefig(file, dpi=DPI)
     plt.close(figure)
 
 
 def _limits(*sweeps: Sweep) -> tuple[float, float]:
-    """The colours of all panels: from the least accuracy to the best."""
+    """Return the least and the best accuracy, the limits of the colours of all panels."""
     low, high = (
         float(pick([pick(sweep.accuracy) for sweep in sweeps])) for pick in (np.min, np.max)
     )
@@ -240,14 +254,14 @@ def _limits(*sweeps: Sweep) -> tuple[float, float]:
 
 
 def _ticks(limits: tuple[float, float]) -> list[int]:
-    """Round percentages within the limits, about eight of them.
+    """Return about eight round percentages within the limits.
 
     >>> _ticks((0.08, 0.91))
     [10, 20, 30, 40, 50, 60, 70, 80, 90]
     """
     low, high = (100 * limit for limit in limits)
-    apart = next((step for step in (1, 2, 5, 10) if high - low < 10 * step), 20)
-    return list(range(apart * math.ceil(low / apart), math.floor(high) + 1, apart))
+    step = next((step for step in (1, 2, 5, 10) if high - low < 10 * step), 20)
+    return list(range(step * math.ceil(low / step), math.floor(high) + 1, step))
 
 
 def _pyplot() -> Any:

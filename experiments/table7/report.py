@@ -1,10 +1,12 @@
-"""Table 7 of the paper beside what was measured, and its claims with what was found, as Markdown."""
+"""Table 7 as Markdown: the measured and the published accuracies, and the paper's claims."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from statistics import fmean
 
+from dpkfc.app.reports.accuracy_table import mean_and_spread
+from dpkfc.app.reports.text import markdown_table
 from experiments.table7.findings import (
     CLAIMED,
     FAILS,
@@ -13,15 +15,13 @@ from experiments.table7.findings import (
     SPACE,
     Sweep,
     claims,
-    difference,
     evaluator_name,
     importances,
+    mean_difference,
 )
 
-from dpkfc.app.reports.accuracy_table import mean_and_spread
-from dpkfc.app.reports.text import markdown_table
-
-Pair = tuple[Sweep, Sweep]  # of DP-SGD and DP-KFC
+Pair = tuple[Sweep, Sweep]  # DP-SGD, DP-KFC
+# The paper's accuracies of DP-SGD and DP-KFC in percent, and its best α.
 PUBLISHED = {
     "mnist": (94.2, 97.1, 1.80),
     "fashion-mnist": (84.3, 87.1, 1.48),
@@ -30,29 +30,38 @@ PUBLISHED = {
 
 
 def markdown(sweeps: Mapping[str, Pair], about: str, prefix: str = "") -> str:
-    """`about` says how the trials were made; names of pictures begin with `prefix`."""
-    parts = ["# Sensitivity to hyperparameters (Table 7, Figures 10 and 11)", about, table7(sweeps)]
+    """Return the report.
+
+    Args:
+        sweeps: The trials by data set.
+        about: A description of the protocol.
+        prefix: How the names of the pictures begin.
+    """
+    parts = ["# Importance of hyperparameters (Table 7, Figures 10 and 11)", about, table7(sweeps)]
     parts += ["## Claims", claims_table(sweeps), REMARK]
     for dataset, (_, kfc) in sweeps.items():
         parts += [f"## {dataset}", settings_table(sweeps[dataset]), importance_table(kfc)]
         parts += [
-            f"![clip and learning rate, importances, interactions on {dataset}]({prefix}fig10-{dataset}.png)",
+            f"![clip and learning rate, importances, interactions on {dataset}]"
+            f"({prefix}fig10-{dataset}.png)",
             f"![pairs of parameters of DP-KFC on {dataset}]({prefix}fig11-{dataset}.png)",
         ]
     return "\n\n".join(parts) + "\n"
 
 
 REMARK = (
-    "Where two figures are measured, DP-KFC's is the first. A slope stands with the range of 90 % of resampled trials, "
-    "a difference with its standard error: if it is not beyond two of them, it is not resolved. TPE places trials by "
-    "what the earlier ones gave, so that shares of trials and plain correlations also tell how it searched. At equal "
-    "lr · clip: from the accuracy of a trial the mean of the others near in lr · clip is taken (a Gaussian kernel of "
-    ".2 decades). At one learning rate, or lr · clip: within a factor of two of that of the best trial. One seed a "
-    "trial."
+    "Where two figures are measured, DP-KFC's is the first. A slope has the range of 90 % of "
+    "resampled trials, a difference has its standard error; a difference within two standard "
+    "errors is not resolved. TPE places trials according to the earlier ones, so shares of trials "
+    "and plain correlations also reflect how it searched. At equal lr · clip: from the accuracy of "
+    "a trial, the mean of the other trials near in lr · clip is subtracted (a Gaussian kernel of "
+    ".2 decades). At one learning rate, or lr · clip: within a factor of two of that of the best "
+    "trial. One seed per trial."
 )
 
 
 def table7(sweeps: Mapping[str, Pair]) -> str:
+    """Format the test accuracies of the best trials, with those of the paper."""
     headings = [
         "test %",
         "DP-SGD",
@@ -79,16 +88,19 @@ def table7(sweeps: Mapping[str, Pair]) -> str:
 
 
 def claims_table(sweeps: Mapping[str, Pair]) -> str:
-    """A line a claim, a column a data set; with all data sets, that the gain is largest on CIFAR-10."""
-    found = {dataset: claims(*pair) for dataset, pair in sweeps.items()}
-    headings = ["claim", "the paper", *found]
+    """Format one line per claim and one column per data set.
+
+    With all data sets there is one more claim: the gain is largest on CIFAR-10.
+    """
+    by_dataset = {dataset: claims(*pair) for dataset, pair in sweeps.items()}
+    headings = ["claim", "the paper", *by_dataset]
     rows = [
         [same[0].text, same[0].paper, *(f"{claim.measured}: **{claim.verdict}**" for claim in same)]
-        for same in zip(*found.values(), strict=True)
+        for same in zip(*by_dataset.values(), strict=True)
     ]
     if len(sweeps) == len(PUBLISHED):
         gains = {
-            dataset: difference(kfc.tests, sgd.tests).value
+            dataset: mean_difference(kfc.tests, sgd.tests).value
             for dataset, (sgd, kfc) in sweeps.items()
         }
         verdict = HOLDS if max(gains, key=gains.__getitem__) == "cifar-10" else FAILS
@@ -100,20 +112,22 @@ def claims_table(sweeps: Mapping[str, Pair]) -> str:
 
 
 def settings_table(pair: Pair) -> str:
+    """Format the best trial of either method."""
     names = list(SPACE)
     rows = [
         [
             method,
-            f"{100 * of.accuracy.max():.2f}",
-            mean_and_spread(of.tests),
-            *(f"{of.best[name]:.3g}" if name in of.best else "" for name in names),
+            f"{100 * sweep.accuracy.max():.2f}",
+            mean_and_spread(sweep.tests),
+            *(f"{sweep.best[name]:.3g}" if name in sweep.best else "" for name in names),
         ]
-        for method, of in zip(METHODS, pair, strict=True)
+        for method, sweep in zip(METHODS, pair, strict=True)
     ]
     return markdown_table(["the best trial", "validation %", "test %", *names], rows)
 
 
 def importance_table(kfc: Sweep) -> str:
+    """Format the importance of each hyperparameter of DP-KFC."""
     headings = [
         "of DP-KFC",
         "rank correlation",
@@ -124,11 +138,11 @@ def importance_table(kfc: Sweep) -> str:
     rows = [
         [
             name,
-            f"{of.correlation:+.2f}",
-            f"{of.adjusted:+.2f}",
-            f"{of.variance:.2f}",
+            f"{importance.correlation:+.2f}",
+            f"{importance.adjusted:+.2f}",
+            f"{importance.variance:.2f}",
             f"{CLAIMED[name]:.2f}" if name in CLAIMED else "",
         ]
-        for name, of in importances(kfc).items()
+        for name, importance in importances(kfc).items()
     ]
     return markdown_table(headings, rows)

@@ -1,11 +1,13 @@
-"""Data sets by name, as fixed public features: NAME/FEATURES, such as imdb/tfidf-5000 or cifar-100/efficientnet.
+"""Data sets by name as fixed public features: NAME/FEATURES, such as imdb/tfidf-5000.
 
-    tfidf-N         of the N most frequent words of SST-2, sentences from film reviews (tfidf-ag-N: of AG News)
+    tfidf-N         TF-IDF of the N most frequent words of SST-2, sentences from film reviews
+    tfidf-ag-N      TF-IDF of the N most frequent words of AG News
     minilm          a frozen sentence encoder
     efficientnet    a frozen network trained on ImageNet
 
-and, for the geometry, noise that took the same way: tokens/minilm (structural token noise) and pink/efficientnet. What
-takes long to compute is kept in $DPKFC_CACHE, or DATA/features.
+For the geometry there is noise that was mapped by the same features: tokens/minilm (structural
+token noise) and pink/efficientnet. Features that take long to compute are kept in $DPKFC_CACHE,
+or in DATA/features.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
-from experiments.common.data.backbone_features import cached
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
@@ -25,6 +26,7 @@ from dpkfc.app.readers.corpora import CLASSES, corpus
 from dpkfc.app.readers.directory import data_directory
 from dpkfc.probes.pink import PinkNoise
 from experiments.common.data import backbone_features, tfidf
+from experiments.common.data.backbone_features import cached
 
 Pair = tuple[TensorDataset, TensorDataset]
 Named = tuple[tuple[str, ...], Callable[[Path | None], Pair]]
@@ -35,26 +37,26 @@ VOCABULARIES = {
     "tfidf-ag-2000": ("ag-news", 2000),
     "tfidf-ag-10000": ("ag-news", 10_000),
 }
-PROXIES = ("ag-news", "sst-2")  # texts that serve as public ones
-PUBLIC = 10_000  # of a proxy, features are computed of so many records: the geometry needs no more
-PHOTOGRAPHS = 4000  # of CIFAR-10
-NOISE = 2048
-TITLE = 32  # tokens that a title has at most, about
+PROXIES = ("ag-news", "sst-2")  # texts that serve as public data
+PUBLIC = 10_000  # records of a proxy whose features are computed: enough for the geometry
+PHOTOGRAPHS = 4000  # images of CIFAR-10 whose features are computed
+NOISE = 2048  # noise inputs whose features are computed
+TITLE = 32  # about the largest number of tokens in a title
 
 
 def features_folder(data_dir: str | os.PathLike[str] | None) -> Path:
-    """$DPKFC_CACHE, or the folder `features` beside the data."""
-    chosen = os.environ.get("DPKFC_CACHE")
-    return Path(chosen) if chosen else data_directory(data_dir) / "features"
+    """Return $DPKFC_CACHE, or the folder `features` beside the data."""
+    cache = os.environ.get("DPKFC_CACHE")
+    return Path(cache) if cache else data_directory(data_dir) / "features"
 
 
 def words(name: str, vocabulary: str, data_dir: Path | None) -> Pair:
-    """TF-IDF of texts, by the words of other texts."""
+    """Return the TF-IDF of texts, with the vocabulary of other texts."""
     return _by_text(name, _vocabulary(vocabulary, data_dir), data_dir)
 
 
 def sentences(name: str, data_dir: Path | None) -> Pair:
-    """Embedded texts."""
+    """Return the embeddings of texts."""
 
     def embed(texts: list[str]) -> Tensor:
         return cached(
@@ -65,10 +67,11 @@ def sentences(name: str, data_dir: Path | None) -> Pair:
 
 
 def _by_text(name: str, encode: Callable[[list[str]], Tensor], data_dir: Path | None) -> Pair:
-    found, limit = corpus(name, data_dir), PUBLIC if name in PROXIES else None
+    texts = corpus(name, data_dir)
+    limit = PUBLIC if name in PROXIES else None
     train, test = (
         TensorDataset(encode(part.texts[:limit]), part.labels[:limit])
-        for part in (found.train, found.test)
+        for part in (texts.train, texts.test)
     )
     return train, test
 
@@ -80,30 +83,32 @@ def _vocabulary(name: str, data_dir: Path | None) -> tfidf.TfIdf:
 
 
 def pictures(load: Callable[[Path | None], Pair], limit: int | None, data_dir: Path | None) -> Pair:
-    """Features of images, or of the first few."""
+    """Return the features of images, or of the first `limit`."""
     parts = (tuple(tensor[:limit] for tensor in part.tensors) for part in load(data_dir))
-    train, test = (TensorDataset(_seen(images, data_dir), labels) for images, labels in parts)
+    train, test = (
+        TensorDataset(_image_features(images, data_dir), labels) for images, labels in parts
+    )
     return train, test
 
 
-def _seen(images: Tensor, data_dir: Path | None) -> Tensor:
+def _image_features(images: Tensor, data_dir: Path | None) -> Tensor:
     name = f"efficientnet-{backbone_features.SIDE}"
     return cached(name, images, backbone_features.image_features, features_folder(data_dir))
 
 
 def token_noise(data_dir: Path | None) -> Pair:
-    """Titles without a word."""
+    """Return the features of structural token noise of a title's length."""
     return _unlabelled(
         backbone_features.token_noise_features(NOISE, TITLE, torch.Generator().manual_seed(0))
     )
 
 
 def pink_noise(data_dir: Path | None) -> Pair:
-    """Photographs without a photograph: colours that go together, brightness in [0, 1]."""
+    """Return the features of pink noise with correlated channels and pixels in [0, 1]."""
     noise = PinkNoise((3, 32, 32), std=0.25, mean=0.5, limits=(0, 1), channel_correlation=0.9)
     images = noise.draw(NOISE, torch.Generator().manual_seed(0)).inputs
     assert isinstance(images, Tensor)
-    return _unlabelled(_seen(images, data_dir))
+    return _unlabelled(_image_features(images, data_dir))
 
 
 def _unlabelled(rows: Tensor) -> Pair:

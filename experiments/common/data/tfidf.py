@@ -1,11 +1,12 @@
-"""TF-IDF whose words and document frequencies come from *public* texts: no private record has a say in them.
+"""TF-IDF whose words and document frequencies come from *public* texts only.
 
-A vocabulary that is fitted on private reviews tells which words they use, and how often, outside of any epsilon. Here
-it is fitted on other texts of the same language; a private text is then mapped on its own:
+A vocabulary fitted on private texts reveals which words they use, and how often, and no epsilon
+covers that. Here it is fitted on other texts of the same language; each private text is then
+mapped independently:
 
     x_w = (1 + ln n_w) (1 + ln((1 + D) / (1 + d_w))),    then scaled to length 1
 
-with n_w the count of the word w in the text, and d_w of D public texts that have it.
+where n_w is the count of the word w in the text, and d_w of the D public texts contain it.
 """
 
 from __future__ import annotations
@@ -21,14 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpkfc.errors import PrivacyError
-
 WORD = re.compile(r"\w\w+")
 
 
 @dataclass(frozen=True)
 class TfIdf:
-    """The words, in order of the features, and the weight of each: see the module."""
+    """The words in the order of the features, and their weights (see the module)."""
 
     words: tuple[str, ...]
     idf: tuple[float, ...]
@@ -38,40 +37,41 @@ class TfIdf:
         return {word: place for place, word in enumerate(self.words)}
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
-        """Rows [N, words] of length 1, or 0 for a text without a known word."""
+        """Return rows [N, words] of length 1, or 0 for a text without a known word."""
         rows = np.zeros((len(texts), len(self.words)), dtype=np.float32)
-        places, weights = self.places, np.array(self.idf)
+        places = self.places
+        weights = np.array(self.idf)
         for row, text in zip(rows, texts, strict=True):
             counts = Counter(
                 place for word in _words(text) if (place := places.get(word)) is not None
             )
             if counts:
-                found = np.fromiter(counts, dtype=np.int64)
-                values = (1 + np.log(np.fromiter(counts.values(), dtype=np.float64))) * weights[
-                    found
-                ]
-                row[found] = values / np.linalg.norm(values)
+                columns = np.fromiter(counts, dtype=np.int64)
+                frequencies = np.fromiter(counts.values(), dtype=np.float64)
+                values = (1 + np.log(frequencies)) * weights[columns]
+                row[columns] = values / np.linalg.norm(values)
         return torch.from_numpy(rows)
 
 
 def fitted(public: Sequence[str], size: int) -> TfIdf:
-    """The `size` words that public texts use most, the most frequent first (of equals, in alphabetical order).
+    """Fit TF-IDF on the `size` most frequent words of public texts; ties in alphabetical order.
 
     >>> fitted(["a good film", "a bad film", "good film, good music"], size=2).words
     ('film', 'good')
     """
     if size < 1:
-        raise PrivacyError(f"TF-IDF of {size} words: give at least 1, a few thousand as a rule")
+        raise ValueError(f"TF-IDF of {size} words: give at least 1, typically a few thousand")
     uses: Counter[str] = Counter()
     documents: Counter[str] = Counter()
     for text in public:
-        found = Counter(_words(text))
-        uses.update(found)
-        documents.update(found.keys())
+        counts = Counter(_words(text))
+        uses.update(counts)
+        documents.update(counts.keys())
     words = sorted(uses, key=lambda word: (-uses[word], word))[:size]
     if len(words) < size:
-        raise PrivacyError(
-            f"TF-IDF of {size} words: the public texts have only {len(words)} different ones"
+        raise ValueError(
+            f"TF-IDF of {size} words: the public texts have only {len(words)} different ones: "
+            "give a smaller size or more texts"
         )
     idf = (1 + math.log((1 + len(public)) / (1 + documents[word])) for word in words)
     return TfIdf(tuple(words), tuple(idf))

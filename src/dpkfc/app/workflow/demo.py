@@ -15,7 +15,6 @@ from statistics import fmean
 
 import torch
 import torch.nn.functional as F
-from experiments.common.figures import finish, new_figure
 from experiments.common.options import ReproduceOptions
 from experiments.common.setting import accuracy
 from experiments.common.study import read
@@ -30,6 +29,7 @@ from dpkfc.app.readers.digits import digits
 from dpkfc.app.readers.records import on_device
 from dpkfc.app.reports.accuracy_table import mean_and_spread
 from dpkfc.app.reports.experiment_report import publish
+from dpkfc.app.reports.figures import finish, new_figure
 from dpkfc.app.reports.progress import bar
 from dpkfc.app.reports.run_report import write_report
 from dpkfc.app.reports.text import markdown_table
