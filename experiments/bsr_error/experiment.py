@@ -1,11 +1,13 @@
-"""The error of the banded square root beside its rivals (Kalinin & Lampert, 2024): `dpkfc reproduce bsr-error`.
+"""The error of correlated noise: tables and a figure, without any training.
 
-``E = sens(C) ‖A C⁻¹‖_F / √n`` is the root mean square of the noise in the models of SGD with decay α and momentum β,
-at clip = σ = 1. Three tables: a record takes part every b = 100 steps; a record takes part once; methods that keep
-few vectors of the model's size in memory. The first is also a figure.
+``E = sens(C) ‖A C⁻¹‖_F / √n`` is the root mean square of the noise in the models of SGD with decay
+α and momentum β, at clip = σ = 1. There are three tables: a record takes part every b = 100 steps;
+a record takes part once; methods that keep few vectors of the model's size in memory. The first is
+also a figure.
 
-AOF is optimised, the rest is computed in no time. So AOF values are kept in bsr-error.json as they come, and a second
-run takes them from there.
+AOF (the approximately optimal factorization) is optimised numerically, everything else is computed
+at once. So the values of AOF are kept in bsr-error.json as they come, and a second run reads them
+from there.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from experiments.common.options import ReproduceOptions
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -31,7 +32,6 @@ from rich.progress import (
 from rich.table import Table
 
 from dpkfc.app.reports.text import markdown_table
-from dpkfc.errors import PrivacyError
 from dpkfc.noise.banded import Banded
 from dpkfc.noise.independent import Independent
 from dpkfc.noise.sensitivity import Participation
@@ -45,17 +45,19 @@ from dpkfc.noise.toeplitz import (
 )
 from dpkfc.noise.workload import Workload
 from dpkfc.planning.choose_noise import Noise
+from experiments.common.options import ReproduceOptions
 
-SETTINGS = ((1.0, 0.0), (1.0, 0.9), (0.999, 0.0), (0.999, 0.9))  # α, β
+SETTINGS = ((1.0, 0.0), (1.0, 0.9), (0.999, 0.0), (0.999, 0.9))  # (α, β)
 STEPS = (100, 200, 500, 1000, 2000)
 QUICK = 500  # steps
-B = 100  # steps from one participation to the next; BSR and AOF have as many bands
-FEW = (2, 4, 16, 100)  # bands
-TITLE = "The error of the banded square root and its rivals"
+SEPARATION = 100  # steps between participations, b; also the number of bands of BSR and AOF
+FEW_BANDS = (2, 4, 16, 100)
+TITLE = "The error of the banded square root and its alternatives"
 REMARK = (
-    "E = sens(C) ‖A C⁻¹‖_F / √n at clip = σ = 1, for SGD with decay α and momentum β. BSR: banded square root. "
-    "AOF: approximately optimal factorization. Identity: independent noise on every gradient. "
-    "A: independent noise on every model. BISR: banded inverse square root. BLT: buffered linear Toeplitz."
+    "E = sens(C) ‖A C⁻¹‖_F / √n at clip = σ = 1, for SGD with decay α and momentum β. BSR: banded "
+    "square root. AOF: approximately optimal factorization. Identity: independent noise on every "
+    "gradient. A: independent noise on every model. BISR: banded inverse square root. BLT: "
+    "buffered linear Toeplitz."
 )
 FIGURE = "![E by the number of steps, for four settings of SGD](bsr-error.png)"
 STYLES: dict[str, dict[str, Any]] = {
@@ -71,12 +73,12 @@ STYLES: dict[str, dict[str, Any]] = {
     "BSR": {"color": "black", "linestyle": "-", "marker": "o", "markersize": 4},
 }
 
-Row = dict[str, Any]  # what is measured, and the result
+Row = dict[str, Any]  # a case and its result
 
 
 @dataclass(frozen=True)
 class Case:
-    """A method on n steps of SGD, when a record takes part every `separation` steps."""
+    """A noise on n steps of SGD, where a record takes part every `separation` steps."""
 
     method: str
     noise: Noise
@@ -103,7 +105,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table: every row begins with the name of its section."""
+    """A table. Every row begins with the name of its section."""
 
     title: str
     headings: tuple[str, ...]
@@ -111,22 +113,26 @@ class Sheet:
 
 
 def repeated(steps: Sequence[int]) -> list[Case]:
+    """Return the cases of the first table: repeated participation."""
     methods: dict[str, Noise] = {
-        "BSR": BandedSquareRoot(B),
-        "AOF": Banded(B),
+        "BSR": BandedSquareRoot(SEPARATION),
+        "AOF": Banded(SEPARATION),
         "identity": Independent(),
         "A": OutputPerturbation(),
     }
     return [
-        Case(name, noise, *s, n, B)
-        for s in SETTINGS
+        Case(name, noise, *setting, n, SEPARATION)
+        for setting in SETTINGS
         for name, noise in methods.items()
         for n in steps
     ]
 
 
 def once(steps: Sequence[int], optimal: bool) -> list[Case]:
-    """With all bands; AOF, which then takes O(n³), for the first setting only."""
+    """Return the cases of the second table: one participation, with all bands.
+
+    AOF, which takes O(n³) time then, is included for the first setting, and only if `optimal`.
+    """
     cases = []
     for setting in SETTINGS:
         cases += [Case("BSR", BandedSquareRoot(n), *setting, n, n) for n in steps]
@@ -136,64 +142,76 @@ def once(steps: Sequence[int], optimal: bool) -> list[Case]:
 
 
 def low_memory(n: int) -> list[Case]:
-    methods: dict[str, Noise] = {f"BSR, p = {p}": BandedSquareRoot(p) for p in FEW}
-    methods |= {f"optimised Toeplitz, p = {p}": BandedToeplitz(p) for p in FEW}
-    methods |= {f"BISR, p = {p}": InverseSquareRoot(p) for p in FEW}
+    """Return the cases of the third table: methods that keep few vectors."""
+    methods: dict[str, Noise] = {f"BSR, p = {p}": BandedSquareRoot(p) for p in FEW_BANDS}
+    methods |= {f"optimised Toeplitz, p = {p}": BandedToeplitz(p) for p in FEW_BANDS}
+    methods |= {f"BISR, p = {p}": InverseSquareRoot(p) for p in FEW_BANDS}
     methods |= {"λ-CGD": LambdaCGD()}
     methods |= {
         f"BLT, {count} buffer{'s' if count > 1 else ''}": BufferedToeplitz(count)
         for count in (1, 2, 3)
     }
-    return [Case(name, noise, *s, n, B) for name, noise in methods.items() for s in SETTINGS[:2]]
+    return [
+        Case(name, noise, *setting, n, SEPARATION)
+        for name, noise in methods.items()
+        for setting in SETTINGS[:2]
+    ]
 
 
 def measure(case: Case) -> Row:
-    """The case with its E, the vectors that it keeps in memory, and for AOF the time that it took."""
-    begun = time.process_time()
-    form = case.noise.factorize(case.workload, case.n, case.separation)
-    seconds = time.process_time() - begun
-    sensitivity = form.sensitivity(case.n, Participation.every(case.separation, case.n)).value
-    found = {"error": sensitivity * form.error(case.workload, case.n), "buffers": form.buffers}
-    return (
-        case.row
-        | found
-        | ({"cpu_seconds": round(seconds, 2)} if isinstance(case.noise, Banded) else {})
-    )
+    """Return the row of a case: its E, the vectors that it keeps, and for AOF the CPU time."""
+    started = time.process_time()
+    factorization = case.noise.factorize(case.workload, case.n, case.separation)
+    seconds = time.process_time() - started
+    participation = Participation.every(case.separation, case.n)
+    sensitivity = factorization.sensitivity(case.n, participation).value
+    row = case.row | {
+        "error": sensitivity * factorization.error(case.workload, case.n),
+        "buffers": factorization.buffers,
+    }
+    if isinstance(case.noise, Banded):
+        row["cpu_seconds"] = round(seconds, 2)
+    return row
 
 
-def run(order: ReproduceOptions, steps: Sequence[int] = STEPS) -> None:
-    """Print the tables; write bsr-error.json, bsr-error.md and bsr-error.png. Nothing of it is random."""
-    out, quick, console = order.out, order.quick, order.console
+def reproduce(options: ReproduceOptions, steps: Sequence[int] = STEPS) -> None:
+    """Print the tables; write bsr-error.json, bsr-error.md and bsr-error.png.
+
+    Nothing is random. Quick: at most 500 steps.
+    """
+    out = options.out
+    console = options.console
     if not find_spec("matplotlib"):
-        raise PrivacyError("the figure needs matplotlib: pip install matplotlib")
-    steps = [n for n in steps if n <= QUICK] if quick else list(steps)
-    tables = [repeated(steps), once(steps, optimal=not quick), low_memory(max(steps))]
+        raise ImportError("the figure needs matplotlib: pip install matplotlib")
+    steps = [n for n in steps if n <= QUICK] if options.quick else list(steps)
+    tables = [repeated(steps), once(steps, optimal=not options.quick), low_memory(max(steps))]
     out.mkdir(parents=True, exist_ok=True)
     results = evaluate(
         [case for cases in tables for case in cases], out / "bsr-error.json", console
     )
+    b = SEPARATION
     sheets = [
         by_steps(
-            f"E, a record takes part every {B} steps; BSR and AOF with p = {B}",
+            f"E, a record takes part every {b} steps; BSR and AOF with p = {b}",
             tables[0],
             steps,
             results,
         ),
         by_steps("E, a record takes part once; BSR and AOF with p = n", tables[1], steps, results),
-        by_memory(f"E with little memory, n = {max(steps)}, b = {B}, α = 1", tables[2], results),
+        by_memory(f"E with little memory, n = {max(steps)}, b = {b}, α = 1", tables[2], results),
     ]
     for sheet in sheets:
         console.print(rich_table(sheet))
     console.print(REMARK, highlight=False)
-    (out / "bsr-error.md").write_text(markdown(sheets, quick), encoding="utf-8")
+    (out / "bsr-error.md").write_text(markdown(sheets, options.quick), encoding="utf-8")
     plot(tables[0], results, out / "bsr-error.png")
 
 
 def evaluate(cases: Sequence[Case], file: Path, console: Console) -> dict[Case, Row]:
-    """All results. Those of AOF are taken from the file where it has them, and written to it as they come."""
-    kept = {_key(row): row for row in _read(file)}
+    """Return all results; those of AOF are read from the file, or written to it as they come."""
+    rows = {_key(row): row for row in _read(file)}
     todo = [
-        case for case in cases if not (isinstance(case.noise, Banded) and _key(case.row) in kept)
+        case for case in cases if not (isinstance(case.noise, Banded) and _key(case.row) in rows)
     ]
     columns = (
         TextColumn("{task.description}"),
@@ -208,39 +226,37 @@ def evaluate(cases: Sequence[Case], file: Path, console: Console) -> dict[Case, 
                 task,
                 description=f"{case.method}, α = {case.alpha:g}, β = {case.beta:g}, n = {case.n}",
             )
-            kept[_key(case.row)] = measure(case)
+            rows[_key(case.row)] = measure(case)
             if isinstance(case.noise, Banded):
-                _write(file, kept.values())
+                _write(file, rows.values())
             progress.advance(task, _work(case))
         progress.update(task, description="done")
-    _write(file, kept.values())
-    return {case: kept[_key(case.row)] for case in cases}
+    _write(file, rows.values())
+    return {case: rows[_key(case.row)] for case in cases}
 
 
 def by_steps(
     title: str, cases: Sequence[Case], steps: Sequence[int], results: Mapping[Case, Row]
 ) -> Sheet:
-    """A row a setting and method, a column a number of steps."""
+    """Return one row per setting and method, one column per number of steps."""
     rows: dict[tuple[str, str], list[str]] = {}
     for case in cases:
-        name = f"{case.alpha:g}, {case.beta:g}", case.method
+        name = (f"{case.alpha:g}, {case.beta:g}", case.method)
         rows.setdefault(name, []).append(f"{results[case]['error']:.3f}")
-    return Sheet(
-        title, ("α, β", "method", *(f"n = {n}" for n in steps)), [(*k, *v) for k, v in rows.items()]
-    )
+    headings = ("α, β", "method", *(f"n = {n}" for n in steps))
+    return Sheet(title, headings, [(*name, *cells) for name, cells in rows.items()])
 
 
 def by_memory(title: str, cases: Sequence[Case], results: Mapping[Case, Row]) -> Sheet:
-    """A row a method, a column a momentum."""
+    """Return one row per method, one column per momentum."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     for case in cases:
         family, _, size = case.method.partition(", ")
-        name = family, size, str(results[case]["buffers"])
+        name = (family, size, str(results[case]["buffers"]))
         rows.setdefault(name, []).append(f"{results[case]['error']:.2f}")
     betas = dict.fromkeys(f"β = {case.beta:g}" for case in cases)
-    return Sheet(
-        title, ("method", "size", "vectors kept", *betas), [(*k, *v) for k, v in rows.items()]
-    )
+    headings = ("method", "size", "vectors kept", *betas)
+    return Sheet(title, headings, [(*name, *cells) for name, cells in rows.items()])
 
 
 def rich_table(sheet: Sheet) -> Table:
@@ -269,7 +285,10 @@ def markdown(sheets: Sequence[Sheet], quick: bool) -> str:
 
 
 def plot(cases: Sequence[Case], results: Mapping[Case, Row], file: Path) -> None:
-    """A panel a setting: E by the number of steps; BSR and AOF, which nearly coincide, once more in an inset."""
+    """Draw one panel per setting: E by the number of steps.
+
+    BSR and AOF, which nearly coincide, are repeated in an inset.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -296,7 +315,7 @@ def plot(cases: Sequence[Case], results: Mapping[Case, Row], file: Path) -> None
             axes.set_ylim(bottom=0)
             axes.grid(alpha=0.3)
         inset.tick_params(labelsize=8)
-        panel.set_title(f"α = {alpha:g}, β = {beta:g}, b = {B}")
+        panel.set_title(f"α = {alpha:g}, β = {beta:g}, b = {SEPARATION}")
         panel.set_xlabel("n")
         panel.set_ylabel("E")
     figure.legend(
@@ -311,12 +330,12 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 
 def _work(case: Case) -> int:
-    """About proportional to the time that a case takes."""
+    """Return a number roughly proportional to the time that a case takes."""
     return case.n * (20 if isinstance(case.noise, Banded) else 1)
 
 
 def _read(file: Path) -> list[Row]:
-    """The results in a file; none if it does not exist yet."""
+    """Return the results in a file; none if it does not exist yet."""
     if not file.exists():
         return []
     try:
@@ -324,14 +343,14 @@ def _read(file: Path) -> list[Row]:
         for row in rows:
             _key(row)
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise PrivacyError(
+        raise ValueError(
             f"{file} does not hold results of this experiment: remove it, or name another --out"
         ) from error
     return rows
 
 
 def _write(file: Path, rows: Iterable[Row]) -> None:
-    """At once or not at all, so that an interrupted run leaves a file that can be read."""
+    """Write the file atomically, so that an interrupted run leaves a readable one."""
     draft = file.with_suffix(".part")
     draft.write_text(
         "[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]\n",

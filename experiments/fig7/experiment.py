@@ -1,7 +1,8 @@
-"""Figure 7: the spectrum of the Hessian itself on private, public and synthetic inputs: `dpkfc reproduce fig7`.
+"""The spectrum of the Hessian on private, public and synthetic inputs.
 
-Stochastic Lanczos quadrature estimates the density of eigenvalues. Sorted by magnitude they are compared with those of
-the oracle as in `spectra`: by a scale, and by the distance in decades that is left once the scale is taken out.
+Stochastic Lanczos quadrature estimates the density of eigenvalues. Sorted by magnitude, they are
+compared with those of the oracle as in `experiments.fig2`: by a scale, and by the distance in
+decades that remains after removing the scale.
 """
 
 from __future__ import annotations
@@ -14,6 +15,13 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+from torch import nn
+
+import dpkfc
+from dpkfc.app.reports.figures import finish, new_figure
+from dpkfc.app.reports.text import markdown_table
+from dpkfc.diagnostics import Quadrature, hessian_density
+from dpkfc.planning.plan import Plan
 from experiments.common.figures import (
     Claim,
     OnStep,
@@ -42,99 +50,101 @@ from experiments.common.sources import (
     STYLES,
     SYNTHETIC,
     WHITE,
-    Run,
-    Task,
-    fresh,
+    DiagnosticTask,
+    TrainingRun,
+    initial_model,
     load,
-    through_training,
+    observe_training,
 )
 from experiments.fig2.experiment import CLOSE, MARGINAL, STATES, distance, logarithms
-from torch import nn
 
-import dpkfc
-from dpkfc.app.reports.figures import finish, new_figure
-from dpkfc.app.reports.text import markdown_table
-from dpkfc.diagnostics import Quadrature, hessian_density
-from dpkfc.planning.plan import Plan
-
-IMAGES, STEPS, LANCZOS, VECTORS = 256, 200, 24, 1
-QUICK_IMAGES, QUICK_STEPS, QUICK_LANCZOS = 32, 3, 4
+IMAGES = 256
+STEPS = 200
+LANCZOS = 24
+VECTORS = 1
+QUICK_IMAGES = 32
+QUICK_STEPS = 3
+QUICK_LANCZOS = 4
 POINTS = 96  # ranks at which magnitudes are compared and drawn
-DECADES = 3.0  # few steps of Lanczos say little of eigenvalues below 1e-3 of the largest
+DECADES = 3.0  # few Lanczos steps do not resolve eigenvalues below 1e-3 of the largest
 COMPARED = (OTHERS, MATCHED, MISMATCHED, SYNTHETIC, WHITE)
 TITLE = "Eigenvalues of the Hessian on private, public and synthetic inputs (Figure 7)"
 REMARK = (
-    "The Hessian of the mean loss, all weights together. Sorted magnitudes beside those of the oracle: shape is their "
-    "mean distance in decades with the scale taken out, scale the factor that was taken out, largest the ratio of the "
-    "largest eigenvalues. Ranks are evenly spread on a logarithmic axis, and eigenvalues below 1e-3 of the largest, of "
-    "which few steps of Lanczos say little, do not count. Inputs are standardised."
+    "The Hessian of the mean loss, with respect to all weights. Sorted magnitudes are compared "
+    "with those of the oracle: shape is their mean distance in decades after removing the scale, "
+    "scale the common factor that was removed, largest the ratio of the largest eigenvalues. Ranks "
+    "are evenly spread on a logarithmic axis, and eigenvalues below 1e-3 of the largest, which few "
+    "Lanczos steps do not resolve, are not compared. Inputs are standardised."
 )
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One model, one seed."""
+class DensitySetting:
+    """One model, one seed: `images` per source, `lanczos` steps from each of `vectors` vectors."""
 
-    run: Run
+    run: TrainingRun
     inputs: str
-    images: int  # of each source
-    lanczos: int  # steps
+    images: int
+    lanczos: int
     vectors: int
     sources: tuple[str, ...] = (ORACLE, *COMPARED)
 
 
 @dataclass(frozen=True)
-class Beside:
-    """One source beside the oracle, a number for each seed."""
+class SpectrumComparison:
+    """A source compared with the oracle, one number per seed."""
 
     shape: list[float]
     scale: list[float]
     largest: list[float]
 
 
-Found = Mapping[Setting, Any]
-Compared = dict[tuple[str, str, str], Beside]  # by model, state, source
+Results = Mapping[DensitySetting, Any]
+Comparisons = dict[tuple[str, str, str], SpectrumComparison]  # by model, state, source
 
 
-def run(order: ReproduceOptions) -> None:
+def reproduce(options: ReproduceOptions) -> None:
     """Print the tables; write density.json, density.md and density.png."""
-    out, quick, console = order.out, order.quick, order.console
-    task = load(order.data_dir)[STANDARDISED]
+    out = options.out
+    console = options.console
+    task = load(options.data_dir)[STANDARDISED]
     images, steps, lanczos = (
-        (QUICK_IMAGES, QUICK_STEPS, QUICK_LANCZOS) if quick else (IMAGES, STEPS, LANCZOS)
+        (QUICK_IMAGES, QUICK_STEPS, QUICK_LANCZOS) if options.quick else (IMAGES, STEPS, LANCZOS)
     )
     settings = [
-        Setting(Run(model, seed, rate, (0, steps)), STANDARDISED, images, lanczos, VECTORS)
+        DensitySetting(
+            TrainingRun(model, seed, rate, (0, steps)), STANDARDISED, images, lanczos, VECTORS
+        )
         for model, rate in RATES.items()
-        for seed in order.seeds(SEEDS)
+        for seed in options.seeds(SEEDS)
     ]
-    found = evaluate(
+    results = evaluate(
         settings,
-        lambda setting, on_step: measure(setting, task, on_step, order.device),
+        lambda setting, on_step: measure(setting, task, on_step, options.device),
         out / "density.json",
         console,
     )
-    compared = compare(found)
-    claims = {"measured": check(compared)}
-    console.print(text_table("Hessians beside that of the oracle", *cells(compared), left=3))
+    comparisons = compare(results)
+    claims = {"measured": check(comparisons)}
+    console.print(text_table("Hessians beside that of the oracle", *cells(comparisons), left=3))
     console.print(claim_table(claims))
-    command = order.command("fig7")
-    method = f"Lanczos: {lanczos} steps from {VECTORS} random vector for each seed."
-    rest = ["![sorted magnitudes](density.png)", markdown_table(*cells(compared), left=3)]
+    method = f"Lanczos: {lanczos} steps from {VECTORS} random vector per seed."
     write_page(
         out / "density.md",
         TITLE,
-        command,
-        [*ABOUT, about_runs(found), f"{REMARK} {method}"],
+        options.command("fig7"),
+        [*ABOUT, about_runs(results), f"{REMARK} {method}"],
         claims,
-        rest,
+        ["![sorted magnitudes](density.png)", markdown_table(*cells(comparisons), left=3)],
     )
     if can_draw(console):
-        plot(found, out / "density.png")
+        plot(results, out / "density.png")
 
 
-def measure(setting: Setting, task: Task, on_step: OnStep, device: str = "cpu") -> dict[str, Any]:
-    """The quadrature of every source at the initial weights and after training."""
+def measure(
+    setting: DensitySetting, task: DiagnosticTask, on_step: OnStep, device: str = "cpu"
+) -> dict[str, Any]:
+    """Measure the quadrature of every source at the initial weights and after training."""
     sources = {name: task.sources[name] for name in setting.sources}
 
     def look(model: nn.Module, plan: Plan) -> dict[str, Any]:
@@ -148,63 +158,75 @@ def measure(setting: Setting, task: Task, on_step: OnStep, device: str = "cpu") 
         )
         return {
             "accuracy": accuracy(model, *task.test.tensors),
-            "quadratures": {name: _rounded(one) for name, one in density.sources.items()},
+            "quadratures": {
+                name: _rounded(quadrature) for name, quadrature in density.sources.items()
+            },
         }
 
     geometry = dpkfc.KFC(task.sources[SYNTHETIC], seed=setting.run.seed)
-    return through_training(
-        setting.run, fresh(setting.run, device), task.records, geometry, look, on_step
+    return observe_training(
+        setting.run, initial_model(setting.run, device), task.records, geometry, look, on_step
     )
 
 
-def _rounded(one: Quadrature) -> dict[str, Any]:
+def _rounded(quadrature: Quadrature) -> dict[str, Any]:
+    """Return the contents of a quadrature with six significant digits."""
     return {
-        name: [float(f"{x:.6g}") for x in getattr(one, name)] for name in ("nodes", "weights")
-    } | {"size": one.size}
+        name: [float(f"{x:.6g}") for x in getattr(quadrature, name)]
+        for name in ("nodes", "weights")
+    } | {"size": quadrature.size}
 
 
-def magnitudes(one: Mapping[str, Any]) -> tuple[Sequence[int], list[float]]:
-    """Ranks, and log10 of the eigenvalues there by magnitude."""
-    ranks, sizes = Quadrature(tuple(one["nodes"]), tuple(one["weights"]), one["size"]).magnitudes(
-        POINTS
-    )
+def magnitudes(recorded: Mapping[str, Any]) -> tuple[Sequence[int], list[float]]:
+    """Return ranks, and log10 of the magnitudes of the eigenvalues there."""
+    quadrature = Quadrature(tuple(recorded["nodes"]), tuple(recorded["weights"]), recorded["size"])
+    ranks, sizes = quadrature.magnitudes(POINTS)
     return ranks, logarithms(sizes)
 
 
-def compare(found: Found) -> Compared:
-    compared: Compared = {}
-    for setting, looks in found.items():
+def compare(results: Results) -> Comparisons:
+    """Compare every source with the oracle."""
+    comparisons: Comparisons = {}
+    for setting, looks in results.items():
         for state, look in zip(STATES, looks.values(), strict=True):
-            logs = {name: magnitudes(one)[1] for name, one in look["quadratures"].items()}
+            logs = {name: magnitudes(recorded)[1] for name, recorded in look["quadratures"].items()}
             for name in COMPARED:
                 shape, scale = distance(logs[ORACLE], logs[name], DECADES)
-                beside = compared.setdefault((setting.run.model, state, name), Beside([], [], []))
-                beside.shape.append(shape)
-                beside.scale.append(scale)
-                beside.largest.append(10 ** (logs[name][0] - logs[ORACLE][0]))
-    return compared
+                comparison = comparisons.setdefault(
+                    (setting.run.model, state, name), SpectrumComparison([], [], [])
+                )
+                comparison.shape.append(shape)
+                comparison.scale.append(scale)
+                comparison.largest.append(10 ** (logs[name][0] - logs[ORACLE][0]))
+    return comparisons
 
 
-def check(compared: Compared) -> list[Claim]:
-    places = [(model, state) for model, state, name in compared if name == SYNTHETIC]
-    shapes = {name: [fmean(compared[*place, name].shape) for place in places] for name in COMPARED}
+def check(comparisons: Comparisons) -> list[Claim]:
+    """Check the statements of the paper about Figure 7."""
+    places = [(model, state) for model, state, name in comparisons if name == SYNTHETIC]
+    shapes = {
+        name: [fmean(comparisons[*place, name].shape) for place in places] for name in COMPARED
+    }
     public = [
         abs(x - y)
         for name in (MATCHED, MISMATCHED)
         for x, y in zip(shapes[name], shapes[SYNTHETIC], strict=True)
     ]
     white = [abs(x - y) for x, y in zip(shapes[WHITE], shapes[SYNTHETIC], strict=True)]
-    largest = [_middle(compared[*place, SYNTHETIC].largest) for place in places]
+    largest = [_geometric_mean(comparisons[*place, SYNTHETIC].largest) for place in places]
     scales = [
-        _middle(compared[*place, SYNTHETIC].scale) for place in places if place[1] == STATES[1]
+        _geometric_mean(comparisons[*place, SYNTHETIC].scale)
+        for place in places
+        if place[1] == STATES[1]
     ]
     shown = partial(along, places)
     return [
         Claim(
-            "“The Synthetic DP-KFC estimator … tracks the decay profile of the Oracle spectrum … across all "
-            "architectures”",
+            "“The Synthetic DP-KFC estimator … tracks the decay profile of the Oracle spectrum … "
+            "across all architectures”",
             f"shape within {CLOSE} decades (a factor of 2), before and after training",
-            f"{shown(shapes[SYNTHETIC])}; other private images, for comparison: {shown(shapes[OTHERS])}",
+            f"{shown(shapes[SYNTHETIC])}; other private images, for comparison: "
+            f"{shown(shapes[OTHERS])}",
             [shape <= CLOSE for shape in shapes[SYNTHETIC]],
         ),
         Claim(
@@ -214,51 +236,61 @@ def check(compared: Compared) -> list[Claim]:
             [x <= MARGINAL for x in public],
         ),
         Claim(
-            "“the support of the noise-estimated spectrum matches the true private spectrum across different "
-            "architectures”",
+            "“the support of the noise-estimated spectrum matches the true private spectrum "
+            "across different architectures”",
             "largest eigenvalue by magnitude within a factor of 2 of the oracle's",
             shown(largest, ".2g"),
-            list(map(_alike, largest)),
+            list(map(_within_factor_2, largest)),
         ),
         Claim(
             "“network structure primarily determines the eigenvalue distribution”",
-            f"then inputs without any structure do as well: white noise within {MARGINAL} decades of pink noise",
+            f"then inputs without any structure do as well: white noise within {MARGINAL} decades "
+            "of pink noise",
             f"apart by up to {max(white):.2f}",
             [x <= MARGINAL for x in white],
         ),
         Claim(
-            "“the scale alignment, which is what the clipping norm relies on, remains accurate throughout (Figs. 3, "
-            "7)”",
+            "“the scale alignment, which is what the clipping norm relies on, remains accurate "
+            "throughout (Figs. 3, 7)”",
             "scale of synthetic within a factor of 2 of the oracle's after training",
             f"× {min(scales):.2g} to × {max(scales):.2g}",
-            list(map(_alike, scales)),
+            list(map(_within_factor_2, scales)),
         ),
     ]
 
 
-def _alike(ratio: float) -> bool:
+def _within_factor_2(ratio: float) -> bool:
     return 0.5 <= ratio <= 2
 
 
-def _middle(values: Sequence[float]) -> float:
+def _geometric_mean(values: Sequence[float]) -> float:
     return float(np.exp(np.log(values).mean()))
 
 
-def cells(compared: Compared) -> tuple[list[str], list[list[str]]]:
+def cells(comparisons: Comparisons) -> tuple[list[str], list[list[str]]]:
+    """Return headings and rows: one row per model, state and source."""
     rows = [
-        [*place, spread(one.shape), f"× {_middle(one.scale):.2g}", f"× {_middle(one.largest):.2g}"]
-        for place, one in compared.items()
+        [
+            *place,
+            spread(comparison.shape),
+            f"× {_geometric_mean(comparison.scale):.2g}",
+            f"× {_geometric_mean(comparison.largest):.2g}",
+        ]
+        for place, comparison in comparisons.items()
     ]
     return ["model", "weights", "source", "shape", "scale", "largest"], rows
 
 
-def plot(found: Found, file: Path) -> None:
-    """A column a model; before training above, after it below. The geometric mean over the seeds, and their range."""
-    models = [model for model in MODELS if any(setting.run.model == model for setting in found)]
+def plot(results: Results, file: Path) -> None:
+    """Draw one column per model, before training (top) and after it (bottom).
+
+    Lines are geometric means over the seeds, bands their range.
+    """
+    models = [model for model in MODELS if any(setting.run.model == model for setting in results)]
     figure, panels = new_figure(2, len(models), 3.7 * len(models), 7)
     for column, model in enumerate(models):
         chosen = [
-            list(looks.values()) for setting, looks in found.items() if setting.run.model == model
+            list(looks.values()) for setting, looks in results.items() if setting.run.model == model
         ]
         for row, state in enumerate(STATES):
             panel = panels[row][column]

@@ -320,16 +320,16 @@ def about(protocol: Protocol) -> str:
     return f"    {command(protocol)}\n\n" + (
         f"{protocol.trials} trials per method and data set ({full}), TPE, ε = "
         f"{protocol.epsilon:g}, δ = {protocol.delta:g} by PLD, Poisson sampling, the paper's CNN, "
-        f"SGD with momentum {StudySetting.momentum:g}, {protocol.epochs:g} epochs at an expected batch "
-        f"of {protocol.batch_size}, on {records}. Trials hold out the last "
+        f"SGD with momentum {StudySetting.momentum:g}, {protocol.epochs:g} epochs at an expected "
+        f"batch of {protocol.batch_size}, on {records}. Trials hold out the last "
         f"{protocol.validation:,} of them, and are chosen by the accuracy there; the best is "
         "trained on all of them and measured on the test set, with new seeds "
         f"({len(protocol.seeds)}). Log-uniform: learning rate .001 to .5, clip .1 to 50, damping π "
         f"(`stability` here) 1e-5 to .1, preconditioner steps (batches of {protocol.probe_batch} "
-        "probes at a refresh, one refresh per epoch) 1 to 100; uniform: α from 0 to 2, the exponent "
-        "of the probes' amplitude, so that it is `PinkNoise(alpha=2α)`. DP-KFC whitens activations "
-        "at full rank, as the authors' code does. Epsilon is that of each run; the search is not "
-        "charged."
+        "probes at a refresh, one refresh per epoch) 1 to 100; uniform: α from 0 to 2, the "
+        "exponent of the probes' amplitude, so that it is `PinkNoise(alpha=2α)`. DP-KFC whitens "
+        "activations at full rank, as the authors' code does. Epsilon is that of each run; the "
+        "search is not charged."
     )
 
 

@@ -1,4 +1,4 @@
-"""Findings from the trials of a search: the importance of hyperparameters, and how two of them interact.
+"""Findings from the trials of a search: importance and interaction of hyperparameters.
 
 A search samples where it expects the best results, so its trials are no grid. Statements about one
 or two hyperparameters are read from a kernel average over the trials, in decades where a
@@ -368,8 +368,8 @@ def claims(sgd: Sweep, kfc: Sweep) -> list[SearchClaim]:
             HOLDS if fixed_step_kfc >= 1 else FAILS,
         ),
         SearchClaim(
-            "DP-KFC's band of lr · clip is wider than DP-SGD's, by a quarter at least (decades above "
-            "90 % of the best)",
+            "DP-KFC's band of lr · clip is wider than DP-SGD's, by a quarter at least (decades "
+            "above 90 % of the best)",
             "substantially wider",
             f"{band_kfc:.2f}, {band_sgd:.2f}",
             HOLDS if band_kfc >= 1.25 * band_sgd else FAILS,
