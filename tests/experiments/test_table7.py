@@ -1,4 +1,4 @@
-"""Searches with a known truth: what is found, what is said of it, and that nothing is lost, mixed or seen too early."""
+"""Findings on searches with known truth; trials are kept apart, resumed, and without test data."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from experiments.common.options import ReproduceOptions
-from experiments.common.setting import Load, Result, Setting, train
+from experiments.common.setting import Load, StudyResult, StudySetting, train
 from experiments.common.study import read
 from experiments.table7 import experiment, findings, plots
-from experiments.table7.experiment import Place, Protocol, loaders
+from experiments.table7.experiment import Protocol, TrialStore, loaders
 from experiments.table7.findings import (
     METHODS,
     SPACE,
@@ -26,8 +26,8 @@ from experiments.table7.findings import (
     band,
     claims,
     clip_decades,
-    difference,
     importances,
+    mean_difference,
     pink_over_white,
     ridge,
     smooth,
@@ -50,16 +50,16 @@ Truth = Callable[[dict[str, Any]], Any]
 def sample(
     method: str, truth: Truth, count: int = 150, seed: int = 0, tests: tuple[float, ...] = ()
 ) -> Sweep:
-    """Trials at random places, each parameter evenly on its scale."""
+    """Make trials at random places, each hyperparameter uniform on its scale."""
     unit, values = np.random.default_rng(seed).random((len(SPACE), count)), {}
     for (name, of), u in zip(SPACE.items(), unit, strict=True):
         at = of.low * (of.high / of.low) ** u if of.log else of.low + (of.high - of.low) * u
-        values[name] = np.round(at) if of.whole else at
+        values[name] = np.round(at) if of.integer else at
     return Sweep({name: values[name] for name in METHODS[method]}, np.asarray(truth(values)), tests)
 
 
 def hill(slope: float, width: float = 0.4) -> Truth:
-    """.1 to .9, highest where log lr = slope · log clip - 1.5."""
+    """Return an accuracy from .1 to .9, highest where log lr = slope · log clip - 1.5."""
     return lambda v: (
         0.1
         + 0.8
@@ -69,13 +69,13 @@ def hill(slope: float, width: float = 0.4) -> Truth:
 
 @pytest.fixture
 def no_forest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if scikit-learn were not installed, which is also faster."""
+    """Act as if scikit-learn were not installed, which is also faster."""
     monkeypatch.setattr(findings, "find_spec", lambda name: None)
 
 
 @pytest.fixture
 def data(monkeypatch: pytest.MonkeyPatch) -> None:
-    """80 training and 30 test records of noise under each name."""
+    """Provide 80 training and 30 test records of noise under each name."""
     for dataset in experiment.SCALINGS:
         shape = (3, 32, 32) if dataset == "cifar-10" else (1, 28, 28)
         torch.manual_seed(0)
@@ -88,21 +88,19 @@ def data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
-    """Every setting that was trained, with a known truth: best at lr · clip = .05; DP-KFC's best stability is .01."""
-    calls: list[Setting] = []
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[StudySetting]:
+    """Record the settings that are trained; the best are at lr · clip = .05 and stability .01."""
+    calls: list[StudySetting] = []
 
-    def fake(setting: Setting, load: Load, device: str) -> Result:
+    def fake(setting: StudySetting, load: Load, device: str) -> StudyResult:
         records, test = load(setting.dataset, setting.scaling)
         assert len(records) == SMALL.records
-        assert len(test) == (0 if setting.validation else 30), (
-            "trials must not get hold of the test set"
-        )
+        assert len(test) == (0 if setting.validation else 30), "trials must not see the test set"
         calls.append(setting)
         accuracy = 0.9 - 0.1 * abs(math.log10(setting.lr * setting.clip / 0.05))
         if setting.geometry is not None:
             accuracy += 0.05 - 0.02 * abs(math.log10(setting.geometry["stability"] / 0.01))
-        return Result(accuracy + setting.seed / 1000, None, 3.0, 1.0, 1, 1.0)
+        return StudyResult(accuracy + setting.seed / 1000, None, 3.0, 1.0, 1, 1.0)
 
     monkeypatch.setattr(experiment, "train", fake)
     return calls
@@ -116,7 +114,7 @@ def test_the_slope_of_a_ridge_is_found(slope: float) -> None:
 
 
 def test_the_slope_of_a_cliff_is_found_among_few_trials() -> None:
-    """Accuracy rises with lr · clip and collapses beyond .1, with noise."""
+    """Noisy accuracy rises with lr · clip and collapses beyond .1."""
 
     def truth(v: dict[str, Array]) -> Array:
         step = np.log10(v["lr"] * v["clip"])
@@ -129,7 +127,7 @@ def test_the_slope_of_a_cliff_is_found_among_few_trials() -> None:
 
 
 def test_the_width_of_the_band_is_that_of_the_smoothed_hill() -> None:
-    """A Gaussian hill averaged by a Gaussian kernel is a Gaussian, lower and wider."""
+    """A Gaussian hill averaged by a Gaussian kernel is a lower and wider Gaussian."""
     found = band(sample("DP-SGD", hill(-1, width=0.5), count=3000))
     width = math.hypot(0.5, findings.WIDTH)
     height = 0.8 * 0.5 / width
@@ -137,8 +135,11 @@ def test_the_width_of_the_band_is_that_of_the_smoothed_hill() -> None:
     assert found == pytest.approx(2 * width * math.sqrt(-2 * math.log(level)), rel=0.05)
 
 
-def test_decades_of_clip_by_hand() -> None:
-    """The best is lr .1, clip 1: near it in lr are all but the fourth, near in lr · clip the first and the fourth."""
+def test_decades_of_clip() -> None:
+    """The best trial is lr .1, clip 1.
+
+    All but the fourth are near it in lr, the first and the fourth in lr · clip.
+    """
     values = {"lr": np.array([0.1, 0.15, 0.06, 0.01]), "clip": np.array([1.0, 20.0, 0.1, 8.0])}
     sweep = Sweep(values, np.array([0.8, 0.75, 0.73, 0.74]))
     assert clip_decades(sweep, product=False) == pytest.approx(math.log10(200))
@@ -148,16 +149,16 @@ def test_decades_of_clip_by_hand() -> None:
     assert clip_decades(spoilt, product=True) == 0
 
 
-def test_the_best_and_the_share_that_is_as_good() -> None:
+def test_the_best_trial_and_the_share_of_equally_good_ones() -> None:
     sweep = Sweep({"lr": np.array([0.1, 0.2, 0.3, 0.4])}, np.array([0.5, 0.91, 0.92, 0.895]))
     assert sweep.best == {"lr": 0.3}
-    assert sweep.as_good == 0.5
+    assert sweep.equally_good == 0.5
 
 
 def test_importances_are_shares_of_the_variance() -> None:
-    """Of 3 x + y with x and y uniform, 9/10 and 1/10; the sign of the correlation is that of the effect."""
+    """For 3 x - y with x and y uniform they are 9/10 and 1/10; correlations have the right sign."""
     truth = sample(
-        "DP-KFC", lambda v: 0.1 * (3 * SPACE["lr"].place(v["lr"]) - v["alpha"] / 2), count=80
+        "DP-KFC", lambda v: 0.1 * (3 * SPACE["lr"].to_unit(v["lr"]) - v["alpha"] / 2), count=80
     )
     found = importances(truth)
     assert found["lr"].variance == pytest.approx(0.9, abs=0.07)
@@ -169,13 +170,13 @@ def test_importances_are_shares_of_the_variance() -> None:
 
 @pytest.mark.usefixtures("no_forest")
 def test_without_scikit_learn_the_ranking_is_the_same() -> None:
-    found = importances(sample("DP-KFC", lambda v: SPACE["lr"].place(v["lr"]), count=200))
+    found = importances(sample("DP-KFC", lambda v: SPACE["lr"].to_unit(v["lr"]), count=200))
     assert findings.evaluator_name() == "PED-ANOVA"
     assert max(found, key=lambda name: found[name].variance) == "lr"
 
 
 @pytest.mark.usefixtures("no_forest")
-def test_what_lr_times_clip_hides_is_seen_without_it() -> None:
+def test_adjusting_for_lr_times_clip_reveals_small_effects() -> None:
     """α moves the accuracy by two points, lr · clip by eighty."""
 
     def truth(v: dict[str, Array]) -> Array:
@@ -191,21 +192,25 @@ def test_what_lr_times_clip_hides_is_seen_without_it() -> None:
     assert pink_over_white(sweep, adjusted=False).verdict == findings.UNRESOLVED
 
 
-def test_a_difference_is_welchs() -> None:
+def test_a_difference_has_the_standard_error_of_welch() -> None:
     ones, others = [0.95, 0.96, 0.94], [0.93, 0.925, 0.94, 0.92]
-    found = difference(ones, others)
+    found = mean_difference(ones, others)
     assert found.value / found.error == pytest.approx(
         ttest_ind(ones, others, equal_var=False).statistic
     )
     assert found.verdict == findings.HOLDS
-    assert difference(others, ones).verdict == findings.FAILS
-    assert difference(ones, [*ones, 0.951]).verdict == findings.UNRESOLVED
-    assert difference([0.9], ones).verdict == difference([], ones).verdict == findings.UNRESOLVED
+    assert mean_difference(others, ones).verdict == findings.FAILS
+    assert mean_difference(ones, [*ones, 0.951]).verdict == findings.UNRESOLVED
+    assert (
+        mean_difference([0.9], ones).verdict
+        == mean_difference([], ones).verdict
+        == findings.UNRESOLVED
+    )
 
 
-def test_what_cannot_be_told_is_not_made_up() -> None:
-    assert str(difference([0.9], [0.8, 0.85])) == "+7.50"
-    assert str(difference([], [0.8, 0.85])) == "no such trials"
+def test_too_few_trials_give_no_verdict() -> None:
+    assert str(mean_difference([0.9], [0.8, 0.85])) == "+7.50"
+    assert str(mean_difference([], [0.8, 0.85])) == "no such trials"
     assert Slope(-0.9, -1.5, 0.2).verdict == findings.UNRESOLVED
     assert [Slope(v, v - 0.1, v + 0.1).verdict for v in (-1.0, -0.5, 0.0)] == [
         findings.FAILS,
@@ -214,17 +219,17 @@ def test_what_cannot_be_told_is_not_made_up() -> None:
     ]
 
 
-def test_a_kernel_mean_by_hand() -> None:
+def test_the_kernel_mean() -> None:
     weight = math.exp(-0.5 * 2**2)
     found = smooth(np.array([[0.0], [1e6]]), np.array([[0.0], [2.0]]), np.array([1.0, 3.0]), 1.0)
     assert found == pytest.approx(
         [(1 + 3 * weight) / (1 + weight), 3.0]
-    )  # far from all: the nearest
+    )  # far from all trials: the nearest one
 
 
 def test_a_surface_lies_on_the_scale_of_its_parameters() -> None:
     x, y, field = surface(
-        sample("DP-KFC", lambda v: SPACE["clip"].place(v["clip"])), "clip", "alpha"
+        sample("DP-KFC", lambda v: SPACE["clip"].to_unit(v["clip"])), "clip", "alpha"
     )
     assert (x[0], x[-1], y[0], y[-1]) == pytest.approx((0.1, 50, 0, 2))
     middle = field[:, len(x) // 2].mean()
@@ -240,8 +245,8 @@ def verdicts(sgd: Sweep, kfc: Sweep) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("no_forest")
-def test_claims_hold_where_the_paper_is_right() -> None:
-    """A wide rectangle with a step in α, beside a narrow diagonal."""
+def test_claims_hold_where_they_are_true() -> None:
+    """DP-KFC has a wide rectangle with a step in α, DP-SGD a narrow diagonal."""
 
     def kfc(v: dict[str, Array]) -> Array:
         return np.asarray(hill(0, width=0.8)(v) + 0.2 * (v["alpha"] > 1))
@@ -270,12 +275,12 @@ def test_claims_hold_where_the_paper_is_right() -> None:
 
 
 @pytest.mark.usefixtures("no_forest")
-def test_claims_fail_where_it_is_wrong() -> None:
-    """Both are the same diagonal; damping matters, and white noise is better."""
+def test_claims_fail_where_they_are_false() -> None:
+    """Both methods have the same diagonal; damping matters, and white noise is better."""
 
     def kfc(v: dict[str, Array]) -> Array:
         return np.asarray(
-            hill(-1)(v) + 0.1 * SPACE["damping"].place(v["damping"]) - 0.05 * v["alpha"]
+            hill(-1)(v) + 0.1 * SPACE["damping"].to_unit(v["damping"]) - 0.05 * v["alpha"]
         )
 
     tests = (0.97, 0.971, 0.969), (0.94, 0.942, 0.945)
@@ -295,7 +300,7 @@ def test_claims_fail_where_it_is_wrong() -> None:
 
 
 @pytest.mark.usefixtures("no_forest")
-def test_table_7_stands_beside_the_papers() -> None:
+def test_table_7_includes_the_papers_figures() -> None:
     pairs = {
         dataset: (
             sample("DP-SGD", hill(-1), tests=(0.5, 0.6)),
@@ -306,7 +311,8 @@ def test_table_7_stands_beside_the_papers() -> None:
     lines = table7(pairs).splitlines()
     best = pairs["fashion-mnist"][1].best["alpha"]
     assert lines[3] == (
-        f"| fashion-mnist | 55.00 ± 7.07 (2) | 75.00 ± 7.07 (2) | +20.00 | {best:.2f} | 84.3 | 87.1 | +2.8 | 1.48 |"
+        f"| fashion-mnist | 55.00 ± 7.07 (2) | 75.00 ± 7.07 (2) | +20.00 | {best:.2f} "
+        "| 84.3 | 87.1 | +2.8 | 1.48 |"
     )
     last = claims_table(pairs).splitlines()[-1]
     assert (
@@ -315,7 +321,7 @@ def test_table_7_stands_beside_the_papers() -> None:
     )
 
 
-def test_a_trial_is_what_the_paper_calls_it() -> None:
+def test_a_trial_uses_the_papers_parameters() -> None:
     params = {"lr": 0.1, "clip": 2.0, "damping": 3e-3, "alpha": 0.8, "steps": 7}
     protocol = Protocol(records=12_000, validation=2000, probe_batch=64)
     setting = protocol.setting("mnist", "DP-KFC", params, records=12_000)
@@ -354,7 +360,7 @@ def test_a_real_trial_needs_no_test_set(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.usefixtures("data", "no_forest")
 def test_from_end_to_end_and_again(
     tmp_path: Path,
-    trained: list[Setting],
+    trained: list[StudySetting],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -404,9 +410,7 @@ def test_from_end_to_end_and_again(
     ]
     text = (out / "table7.md").read_text()
     assert text in capsys.readouterr().out
-    command = (
-        "python -m experiments.sensitivity --trials 15 --records 60 --validation 20 --epochs 5"
-    )
+    command = "python -m experiments.table7 --trials 15 --records 60 --validation 20 --epochs 5"
     assert f"    {command} --probe-batch 256 --data-dir DATA --out FOLDER\n" in text
     assert (
         "15 trials" in text
@@ -418,7 +422,7 @@ def test_from_end_to_end_and_again(
     experiment.main(arguments)
     assert len(trained) == len(rows), "nothing is repeated"
     experiment.main([*arguments[:3], "16", *arguments[4:]])
-    assert len(trained) >= len(rows) + 2, "more trials go on with the same search"
+    assert len(trained) >= len(rows) + 2, "more trials continue the same search"
     assert read(out / "results.jsonl")[: len(rows)] == rows
 
 
@@ -427,21 +431,22 @@ def test_from_end_to_end_and_again(
     "database", [True, False], ids=["with its database", "from the results alone"]
 )
 def test_an_interruption_loses_no_trial(
-    database: bool, tmp_path: Path, trained: list[Setting], monkeypatch: pytest.MonkeyPatch
+    database: bool, tmp_path: Path, trained: list[StudySetting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, ordinary = Place(tmp_path / "results.jsonl", SMALL), experiment.train
+    store = TrialStore(tmp_path / "results.jsonl", SMALL)
+    ordinary = experiment.train
     load = loaders(SMALL, None)[0]
-    told: list[int] = []
+    known: list[int] = []
 
-    def interrupted(setting: Setting, load: Load, device: str) -> Result:
+    def interrupted(setting: StudySetting, load: Load, device: str) -> StudyResult:
         if len(trained) == 7:
             raise KeyboardInterrupt
         return ordinary(setting, load, device=device)
 
     monkeypatch.setattr(experiment, "train", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        experiment.search(place, "mnist", "DP-KFC", load, Console())
-    before = place.trials("mnist", "DP-KFC")
+        experiment.search(store, "mnist", "DP-KFC", load, Console())
+    before = store.trials("mnist", "DP-KFC")
     assert len(before) == 7 and (tmp_path / "results.db").exists()
     if not database:
         (tmp_path / "results.db").unlink()
@@ -450,14 +455,14 @@ def test_an_interruption_loses_no_trial(
     monkeypatch.setattr(
         dpkfc,
         "tune",
-        lambda *args, **options: told.append(_trials(options)) or real(*args, **options),
+        lambda *args, **options: known.append(_trials(options)) or real(*args, **options),
     )
-    experiment.search(place, "mnist", "DP-KFC", load, Console())
-    assert told == [7], "the search knows what was tried before"
+    experiment.search(store, "mnist", "DP-KFC", load, Console())
+    assert known == [7], "the search starts from the recorded trials"
     assert len(trained) == SMALL.trials
-    assert place.trials("mnist", "DP-KFC")[:7] == before
+    assert store.trials("mnist", "DP-KFC")[:7] == before
     assert (
-        len({json.dumps(row["params"]) for row in place.trials("mnist", "DP-KFC")}) == SMALL.trials
+        len({json.dumps(row["params"]) for row in store.trials("mnist", "DP-KFC")}) == SMALL.trials
     )
 
 
@@ -472,25 +477,25 @@ def _trials(options: dict[str, Any]) -> int:
 
 
 @pytest.mark.usefixtures("data")
-def test_protocols_are_not_mixed(tmp_path: Path, trained: list[Setting]) -> None:
+def test_protocols_are_not_mixed(tmp_path: Path, trained: list[StudySetting]) -> None:
     file, load, console = tmp_path / "results.jsonl", loaders(SMALL, None)[0], Console()
-    experiment.search(Place(file, SMALL), "mnist", "DP-SGD", load, console)
-    other = Place(file, replace(SMALL, epochs=0.2))
+    experiment.search(TrialStore(file, SMALL), "mnist", "DP-SGD", load, console)
+    other = TrialStore(file, replace(SMALL, epochs=0.2))
     assert other.trials("mnist", "DP-SGD") == [] and other.protocol.key != SMALL.key
     experiment.search(other, "mnist", "DP-SGD", load, console)
     assert (
         len(other.trials("mnist", "DP-SGD"))
-        == len(Place(file, SMALL).trials("mnist", "DP-SGD"))
+        == len(TrialStore(file, SMALL).trials("mnist", "DP-SGD"))
         == SMALL.trials
     )
     assert {row["protocol"]["epochs"] for row in other.trials("mnist", "DP-SGD")} == {0.2}
     assert (
-        Place(file, SMALL).trials("mnist", "DP-KFC")
-        == Place(file, SMALL).trials("cifar-10", "DP-SGD")
+        TrialStore(file, SMALL).trials("mnist", "DP-KFC")
+        == TrialStore(file, SMALL).trials("cifar-10", "DP-SGD")
         == []
     )
     assert replace(SMALL, trials=99, seeds=(7,)).key == SMALL.key
-    assert experiment.sweep(other, "mnist", "DP-SGD") is None, "there are no final runs yet"
+    assert experiment.sweep_of(other, "mnist", "DP-SGD") is None, "there are no final runs yet"
 
 
 @pytest.mark.usefixtures("data", "trained")
@@ -502,7 +507,7 @@ def test_quick_leaves_the_real_results_alone(
         experiment, "find_spec", lambda name: None if name == "matplotlib" else True
     )
     console = Console(record=True)
-    experiment.run(ReproduceOptions(tmp_path, console, True, None))
+    experiment.reproduce(ReproduceOptions(tmp_path, console, True, None))
     assert sorted(file.name for file in tmp_path.iterdir()) == [
         "quick-results.jsonl",
         "quick-table7.md",
@@ -517,11 +522,11 @@ def test_wrong_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         experiment.main(["--out", str(tmp_path), "--trials", "2"])
     with pytest.raises(SystemExit, match="validation=5000: must be part of the 100 records"):
         experiment.main(["--out", str(tmp_path), "--records", "100"])
-    with pytest.raises(dpkfc.PrivacyError, match="mnist"):
-        experiment.run(ReproduceOptions(tmp_path, Console(), True, tmp_path / "nothing here"))
+    with pytest.raises(FileNotFoundError, match="mnist"):
+        experiment.reproduce(ReproduceOptions(tmp_path, Console(), True, tmp_path / "nothing here"))
     monkeypatch.setattr(experiment, "find_spec", lambda name: None)
-    with pytest.raises(dpkfc.PrivacyError, match="pip install 'dpkfc\\[tune\\]'"):
-        experiment.run(ReproduceOptions(tmp_path, Console(), True, None))
+    with pytest.raises(ImportError, match="pip install 'dpkfc\\[tune\\]'"):
+        experiment.reproduce(ReproduceOptions(tmp_path, Console(), True, None))
 
 
 @pytest.mark.usefixtures("data")

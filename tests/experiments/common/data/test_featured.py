@@ -1,4 +1,4 @@
-"""Data sets as public features: private texts have no say in the words, and proxies share the private features."""
+"""Data sets as public features: the vocabulary is public, proxies have the same features."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_where_features_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert features_folder(tmp_path) == tmp_path / "elsewhere"
 
 
-def test_images_and_noise_take_the_same_way(
+def test_images_and_noise_have_the_same_features(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""TF-IDF of public words equals scikit-learn's, and a text's features are its own."""
+"""TF-IDF of public words equals scikit-learn's and maps each text independently."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import torch
 from experiments.common.data.tfidf import fitted
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from dpkfc.errors import PrivacyError
 
 WORDS = ["film", "good", "bad", "music", "plot", "naïve", "the", "of", "x2"]
 TEXTS = st.lists(
@@ -34,7 +32,7 @@ def test_the_most_frequent_words_come_first() -> None:
     assert fitted(public, 4).words == ("the", "end", "plot", "am")  # a single letter is not a word
 
 
-def test_a_text_is_mapped_on_its_own() -> None:
+def test_a_text_is_mapped_independently() -> None:
     encode = fitted(["good film", "bad film", "bad music"], 4)
     texts = ["good good film", "nothing known", "", "bad"]
     together = encode(texts)
@@ -44,5 +42,5 @@ def test_a_text_is_mapped_on_its_own() -> None:
 
 @pytest.mark.parametrize(("size", "message"), [(0, "at least 1"), (5, "only 2 different ones")])
 def test_wrong_sizes(size: int, message: str) -> None:
-    with pytest.raises(PrivacyError, match=message):
+    with pytest.raises(ValueError, match=message):
         fitted(["good film"], size)
