@@ -1,1 +1,1 @@
-"""Side-by-side runs against the peers; every figure is a ratio within one run."""
+"""Benchmarks beside ordinary training and Opacus; every figure is a ratio within one run."""

@@ -315,9 +315,8 @@ def test_table_7_includes_the_papers_figures() -> None:
         "| 84.3 | 87.1 | +2.8 | 1.48 |"
     )
     last = claims_table(pairs).splitlines()[-1]
-    assert (
-        last
-        == "| the gain is largest on CIFAR-10 | +8.6 | +15.00 | +20.00 | +17.50: **does not hold** |"
+    assert last == (
+        "| the gain is largest on CIFAR-10 | +8.6 | +15.00 | +20.00 | +17.50: **does not hold** |"
     )
 
 
