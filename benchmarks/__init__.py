@@ -1,1 +1,1 @@
-"""Benchmarks beside ordinary training and Opacus; every figure is a ratio within one run."""
+"""Benchmarks against ordinary training and Opacus; results are ratios within one run."""

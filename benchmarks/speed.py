@@ -223,7 +223,8 @@ def time_workload(
 ) -> dict[str, Figures]:
     """Measure the seconds of a step for each arm in turns: the median over rounds, and the best."""
     torch.manual_seed(0)
-    model, batch = workload.build().train(), workload.batch(workload.batch_size)
+    model = workload.build().train()
+    batch = workload.batch(workload.batch_size)
     built: dict[str, Arm] = {}
     turns: dict[str, list[Figures]] = {arm: [] for arm in arms}
     errors: dict[str, Figures] = {}

@@ -19,7 +19,8 @@ import dpkfc
 from dpkfc.app.readers.digits import digits
 from dpkfc.app.readers.records import on_device
 from dpkfc.app.reports.progress import bar
-from experiments.common.setting import Data, accuracy, split
+from dpkfc.app.workflow.evaluation import accuracy
+from experiments.common.setting import Data, split
 from experiments.common.study import read
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from dpkfc.app.models import mlp, paper_cnn, tiny_vit
 from dpkfc.app.readers.idx import Scaling
 from dpkfc.app.readers.records import on_device
 from dpkfc.app.readers.sources import NAMED
+from dpkfc.app.workflow.evaluation import accuracy
 from dpkfc.planning.choose_noise import Noise
 from dpkfc.probes.probe import Probe
 from experiments.common.data.changes import CHANGES
@@ -133,7 +134,7 @@ class StudySetting:
 
     @property
     def key(self) -> str:
-        """A hash of the contents, by which recorded results are found again."""
+        """A hash of the contents, the key of recorded results."""
         # These fields were added later: left out where None, so that older keys stay valid.
         added = ("noise", "optimizer", "model", "change", "course")
         contents = {k: v for k, v in asdict(self).items() if k not in added or v is not None}
@@ -180,7 +181,8 @@ def train(
     records, measured = split(
         changed(load(setting.dataset, setting.scaling), setting.change), setting.validation
     )
-    shape, classes = tuple(records.tensors[0].shape[1:]), len(DATASETS[setting.dataset][0])
+    shape = tuple(records.tensors[0].shape[1:])
+    classes = len(DATASETS[setting.dataset][0])
     torch.manual_seed(setting.seed)
     model = MODELS[setting.model or "cnn"](shape, classes).to(device)
     if len(shape) == 3:
@@ -359,14 +361,3 @@ def noise_of(setting: StudySetting) -> Noise | None:
     options = dict(setting.noise)
     noise_class: Callable[..., Noise] = getattr(dpkfc.noise, options.pop("name"))
     return noise_class(**options)
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """Return the share of records that the model classifies correctly."""
-    device = next(model.parameters()).device
-    parts = zip(x.split(1000), y.split(1000), strict=True)
-    correct = (
-        int((model(part.to(device)).argmax(1).cpu() == labels).sum()) for part, labels in parts
-    )
-    return sum(correct) / len(y)

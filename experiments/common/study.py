@@ -61,7 +61,7 @@ class Study:
         follows: Tasks without a grid of their own.
         seeds: The seeds of the final runs.
         seeds_of: Seeds of tasks that have others.
-        report: Writes further reports beside the table.
+        report: Writes further reports, in addition to the table.
     """
 
     module: str

@@ -24,6 +24,7 @@ from dpkfc.app.models import paper_cnn, tiny_vit
 from dpkfc.app.readers.cifar import SIDE, cifar10
 from dpkfc.app.reports.figures import finish, new_figure
 from dpkfc.app.reports.text import markdown_table
+from dpkfc.app.workflow.evaluation import accuracy
 from dpkfc.diagnostics.passes import Examples, watched
 from dpkfc.diagnostics.step import Step, step_of
 from dpkfc.geometry.identity import Geometry
@@ -41,7 +42,6 @@ from experiments.common.figures import (
     write_page,
 )
 from experiments.common.options import ReproduceOptions
-from experiments.common.setting import accuracy
 from experiments.common.sources import (
     BRIGHT,
     LAYERS,

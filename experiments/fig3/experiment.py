@@ -18,6 +18,7 @@ from torch import nn
 import dpkfc
 from dpkfc.app.reports.figures import finish, new_figure
 from dpkfc.app.reports.text import markdown_table
+from dpkfc.app.workflow.evaluation import accuracy
 from dpkfc.diagnostics import factor_alignment
 from dpkfc.planning.plan import Plan
 from experiments.common.figures import (
@@ -33,7 +34,6 @@ from experiments.common.figures import (
     write_page,
 )
 from experiments.common.options import ReproduceOptions
-from experiments.common.setting import accuracy
 from experiments.common.sources import (
     ABOUT,
     COMPARED,

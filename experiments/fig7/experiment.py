@@ -20,6 +20,7 @@ from torch import nn
 import dpkfc
 from dpkfc.app.reports.figures import finish, new_figure
 from dpkfc.app.reports.text import markdown_table
+from dpkfc.app.workflow.evaluation import accuracy
 from dpkfc.diagnostics import Quadrature, hessian_density
 from dpkfc.planning.plan import Plan
 from experiments.common.figures import (
@@ -36,7 +37,6 @@ from experiments.common.figures import (
     write_page,
 )
 from experiments.common.options import ReproduceOptions
-from experiments.common.setting import accuracy
 from experiments.common.sources import (
     ABOUT,
     MATCHED,
@@ -126,7 +126,7 @@ def reproduce(options: ReproduceOptions) -> None:
     )
     comparisons = compare(results)
     claims = {"measured": check(comparisons)}
-    console.print(text_table("Hessians beside that of the oracle", *cells(comparisons), left=3))
+    console.print(text_table("Hessians compared with the oracle's", *cells(comparisons), left=3))
     console.print(claim_table(claims))
     method = f"Lanczos: {lanczos} steps from {VECTORS} random vector per seed."
     write_page(

@@ -456,7 +456,7 @@ def execute(
 
 
 def reproduce(options: ReproduceOptions) -> None:
-    """Run the sweeps on the digits, beside those that studies left in the same folder.
+    """Run the sweeps on the digits; include those that studies left in the same folder.
 
     Quick: one sweep.
     """
@@ -477,7 +477,7 @@ def reproduce(options: ReproduceOptions) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the sweeps on the digits from the command line, beside those of studies."""
+    """Run the sweeps on the digits from the command line; include those of studies."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.noise_length", description=__doc__.split("\n")[0]
     )

@@ -31,11 +31,12 @@ from dpkfc.app.readers.records import on_device
 from dpkfc.app.reports.accuracy_table import mean_and_spread
 from dpkfc.app.reports.experiment_report import publish
 from dpkfc.app.reports.text import markdown_table
+from dpkfc.app.workflow.evaluation import accuracy
 from dpkfc.features import Scattering, standardised
 from dpkfc.planning.recipe import EPOCHS, NOISE_LENGTH
 from experiments.common.arguments import EXPECTED_ERRORS, names_among, results_file
 from experiments.common.options import ReproduceOptions
-from experiments.common.setting import Data, accuracy, split
+from experiments.common.setting import Data, split
 from experiments.common.study import SEEDS, Row, read
 
 PUBLISHED = {"mnist": 98.7, "fashion-mnist": 89.7, "cifar-10": 69.3}  # percent, at epsilon 3

@@ -26,11 +26,12 @@ from rich.progress import track
 
 from dpkfc.app.readers.records import on_device
 from dpkfc.app.reports.accuracy_table import Summary, accuracy_markdown, accuracy_table
+from dpkfc.app.workflow.evaluation import accuracy
 from dpkfc.planning.plan import Plan
 from experiments.common import study
 from experiments.common.arguments import EXPECTED_ERRORS, names_among
 from experiments.common.options import ReproduceOptions
-from experiments.common.setting import DATASETS, MODELS, Data, StudySetting, accuracy, split
+from experiments.common.setting import DATASETS, MODELS, Data, StudySetting, split
 from experiments.common.study import Follow, Grid, Row, Study
 from experiments.table1 import experiment as table1
 from experiments.table5.report import Panel, Point, panel_markdown, plot_panels

@@ -330,7 +330,7 @@ def claims(sgd: Sweep, kfc: Sweep) -> list[SearchClaim]:
     pink = pink_over_white(kfc, adjusted=False)
     pink_adjusted = pink_over_white(kfc, adjusted=True)
     chance = 2 / math.sqrt(len(kfc.accuracy))
-    correlations = {name: abs(found.correlation) for name, found in importance.items()}
+    correlations = {name: abs(value.correlation) for name, value in importance.items()}
     least_common = min(value for name, value in correlations.items() if name not in KFC_ONLY)
     most_own = max(value for name, value in correlations.items() if name in KFC_ONLY)
 

@@ -141,7 +141,7 @@ def test_both_scalings_hold_the_same_images(folder: Path) -> None:
             (one.tensors[0].numpy() - MEAN) / STD, other.tensors[0].numpy(), rtol=1e-5, atol=1e-5
         )
     assert [len(plain.records), len(plain.test)] == [RECORDS, TESTS]
-    assert {name for name, one in plain.sources.items() if not one.public} == {
+    assert {name for name, source in plain.sources.items() if not source.public} == {
         ORACLE,
         OTHERS,
         UNLABELLED,
@@ -226,11 +226,12 @@ class Sized:
 
 
 def test_results_are_kept_as_they_come(tmp_path: Path) -> None:
-    file, asked = tmp_path / "out" / "some.json", []
+    file = tmp_path / "out" / "some.json"
+    measured: list[int] = []
 
     def measure(setting: Sized, on_step: Any) -> dict[str, int]:
-        asked.append(setting.size)
-        if setting.size == 3 and asked.count(3) == 1:
+        measured.append(setting.size)
+        if setting.size == 3 and measured.count(3) == 1:
             raise KeyboardInterrupt
         return {"twice": 2 * setting.size}
 
@@ -239,11 +240,11 @@ def test_results_are_kept_as_they_come(tmp_path: Path) -> None:
         figures.evaluate(settings, measure, file, QUIET)
     assert [row["result"]["twice"] for row in json.loads(file.read_text())] == [2, 4]
     assert figures.evaluate(settings, measure, file, QUIET) == {
-        one: {"twice": 2 * one.size} for one in settings
+        setting: {"twice": 2 * setting.size} for setting in settings
     }
-    assert asked == [1, 2, 3, 3]
+    assert measured == [1, 2, 3, 3]
     figures.evaluate([Sized(1, ("a",))], measure, file, QUIET)
-    assert asked == [1, 2, 3, 3, 1], "another setting has another key"
+    assert measured == [1, 2, 3, 3, 1], "another setting has another key"
 
 
 @pytest.mark.parametrize("content", ["[{", '{"a": 1}', "[1]"])
@@ -338,8 +339,10 @@ def test_hessians_are_compared_by_magnitude() -> None:
     setting = fig7.DensitySetting(TrainingRun("MLP", 0, 0.1, (0, 1)), STANDARDISED, IMAGES, 4, 1)
     compared = fig7.compare({setting: {"0": look, "1": look}})
     assert len(compared) == 2 * len(fig7.COMPARED)
-    one = compared["MLP", "trained", SYNTHETIC]
-    assert (one.shape[0], one.scale[0], one.largest[0]) == pytest.approx((0, 3, 3), abs=0.02)
+    synthetic = compared["MLP", "trained", SYNTHETIC]
+    assert (synthetic.shape[0], synthetic.scale[0], synthetic.largest[0]) == pytest.approx(
+        (0, 3, 3), abs=0.02
+    )
 
 
 def test_the_largest_eigenvalue_is_that_of_the_power_method(small: DiagnosticTask) -> None:
@@ -362,10 +365,10 @@ def test_the_largest_eigenvalue_is_that_of_the_power_method(small: DiagnosticTas
         image = torch.autograd.grad(slope, parameters, retain_graph=True)  # type: ignore[arg-type]
         size = torch.stack([x.square().sum() for x in image]).sum().sqrt()
         vector = [x / size for x in image]
-    one = found["0"]["quadratures"][ORACLE]
-    assert max(map(abs, one["nodes"])) == pytest.approx(float(size), rel=0.02)
-    assert sum(one["weights"]) == pytest.approx(1, abs=1e-4)
-    assert one["size"] == sum(p.numel() for p in parameters)
+    oracle = found["0"]["quadratures"][ORACLE]
+    assert max(map(abs, oracle["nodes"])) == pytest.approx(float(size), rel=0.02)
+    assert sum(oracle["weights"]) == pytest.approx(1, abs=1e-4)
+    assert oracle["size"] == sum(p.numel() for p in parameters)
 
 
 # -- signal to noise
@@ -552,13 +555,17 @@ def fake_snr(changes: dict[tuple[str, str], float]) -> dict[fig1.SnrSetting, Any
         return (
             usual
             | best
-            | {layer: x for (one, layer), x in changes.items() if one == method and layer in usual}
+            | {
+                layer: x
+                for (name, layer), x in changes.items()
+                if name == method and layer in usual
+            }
         )
 
     found: dict[fig1.SnrSetting, Any] = {}
     for (model, method), rate in fig1.RATES.items():
         kept = (fig1.SGD,) if method == "DP-SGD" else fig1.METHODS[1:]
-        look = {"accuracy": 0.5, "ratios": {one: ratios(one, model) for one in kept}}
+        look = {"accuracy": 0.5, "ratios": {name: ratios(name, model) for name in kept}}
         setting = fig1.SnrSetting(TrainingRun(model, 0, rate, (0, 2, 4), method, 3.0), IMAGES, kept)
         found[setting] = {str(number): look for number in setting.run.looks}
     return found
@@ -626,14 +633,14 @@ def roughly(figure: Any, panel: Any, file: Path, columns: int = 4) -> None:
 def fake_look(module: ModuleType, setting: Any) -> Any:
     """Return a result in the form of `measure`."""
     if module is fig2:
-        return {one.run.model: looks for one, looks in fake_spectra(AS_STATED).items()}[
+        return {fake.run.model: looks for fake, looks in fake_spectra(AS_STATED).items()}[
             setting.run.model
         ]["0"]
     if module is fig3:
         every = fake_alignment(lambda source, layer, measure, value: value)
-        return {one.run.model: looks for one, looks in every.items()}[setting.run.model]["0"]
+        return {fake.run.model: looks for fake, looks in every.items()}[setting.run.model]["0"]
     if module is fig1:
-        kinds = {(one.run.model, one.run.method): looks for one, looks in fake_snr({}).items()}
+        kinds = {(fake.run.model, fake.run.method): looks for fake, looks in fake_snr({}).items()}
         return kinds[setting.run.model, setting.run.method]["0"]
     eigenvalues = np.random.default_rng(0).normal(size=20)
     parts = {

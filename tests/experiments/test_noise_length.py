@@ -235,7 +235,9 @@ def test_from_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     recorded = tmp_path / "recorded"
     recorded.mkdir()
     tries = [replace(TRY, lr=lr) for lr in (0.1, 0.2, 0.4)]
-    (recorded / "mnist.jsonl").write_text("".join(json.dumps(row(one)) + "\n" for one in tries))
+    (recorded / "mnist.jsonl").write_text(
+        "".join(json.dumps(row(setting)) + "\n" for setting in tries)
+    )
     out = tmp_path / "new" / "lengths.jsonl"
     experiment.main(["--results", str(recorded), "--out", str(out)])
     lines = out.read_text().splitlines()
@@ -279,7 +281,7 @@ def test_reproduced_with_the_sweeps_in_the_folder(
     (tmp_path / "geometry").mkdir()
     tries = [replace(TRY, lr=lr) for lr in (0.1, 0.2, 0.4)]
     (tmp_path / "geometry" / "results.jsonl").write_text(
-        "".join(json.dumps(row(one)) + "\n" for one in tries)
+        "".join(json.dumps(row(setting)) + "\n" for setting in tries)
     )
     experiment.reproduce(ReproduceOptions(tmp_path, Console(width=400), quick=True))
     assert "dpkfc reproduce geometry" not in capsys.readouterr().out

@@ -35,7 +35,7 @@ def row(setting: StudySetting, accuracy: float) -> study.Row:
 
 def write(file: Path, rows: list[study.Row]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_runs_of_table_1_are_copied_once(tmp_path: Path) -> None:
     assert adopt(tmp_path / "table5") == len(ours) - 1
     assert adopt(tmp_path / "table5") == 0
     found = study.read(tmp_path / "table5" / "results.jsonl")
-    assert [one["key"] for one in found] == [setting.key for setting in ours]
+    assert [row["key"] for row in found] == [setting.key for setting in ours]
     assert adopt(tmp_path / "alone" / "table5") == 0
 
 

@@ -44,7 +44,7 @@ def test_a_study_uses_the_given_seeds(tmp_path: Path) -> None:
         "setting": vars(StudySetting("mnist", "a", 1.0)),
         "result": {"last": 0.5, "average": None},
     }
-    assert [one.seed for one in finals(study, [tried], "x", ["a"])] == [100, 101, 102]
+    assert [setting.seed for setting in finals(study, [tried], "x", ["a"])] == [100, 101, 102]
     assert study.seeds_of == {"y": (100, 101)}
 
 

@@ -1,4 +1,4 @@
-"""Figures with several panels and one legend."""
+"""Figures with a common look: light grid, no frame, one legend below."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+COLOURS = 128  # a palette makes the files a third of their size
+
 
 def new_figure(
     rows: int, columns: int, width: float, height: float
 ) -> tuple[Figure, list[list[Axes]]]:
+    """A figure of `width` x `height` inches with `rows` x `columns` panels."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -29,17 +32,15 @@ def new_figure(
 
 
 def finish(figure: Figure, panel: Axes, file: Path, columns: int = 4) -> None:
-    """One legend for all panels, below them."""
+    """Add the legend of one panel below all panels, write the PNG, and close the figure."""
     import matplotlib.pyplot as plt
-    from PIL import Image  # which matplotlib needs as well
+    from PIL import Image  # a dependency of matplotlib
 
     handles, labels = panel.get_legend_handles_labels()
     figure.legend(
         handles, labels, loc="outside lower center", ncols=columns, fontsize=9, frameon=False
     )
-    with io.BytesIO() as drawn:
-        figure.savefig(drawn, dpi=150)
-        Image.open(drawn).convert("RGB").quantize(128).save(
-            file, optimize=True
-        )  # a third of the size
+    with io.BytesIO() as png:
+        figure.savefig(png, dpi=150)
+        Image.open(png).convert("RGB").quantize(COLOURS).save(file, optimize=True)
     plt.close(figure)

@@ -113,6 +113,9 @@ def test_features_of_an_image_depend_on_it_alone() -> None:
     found = image_features(images, side=32)
     assert found.shape == (3, 1280)
     torch.testing.assert_close(
-        found, torch.cat([image_features(one[None], side=32) for one in images]), atol=1e-4, rtol=0
+        found,
+        torch.cat([image_features(image[None], side=32) for image in images]),
+        atol=1e-4,
+        rtol=0,
     )
     np.testing.assert_allclose(found.std(1, correction=0).numpy(), 1, atol=5e-3)
