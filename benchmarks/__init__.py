@@ -1,1 +1,1 @@
-"""Side-by-side runs against the peers; every figure is a ratio within one run."""
+"""Benchmarks against ordinary training and Opacus; results are ratios within one run."""

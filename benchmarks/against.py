@@ -1,13 +1,17 @@
-"""Time of a private step in this checkout against another commit: two processes that take turns on the same machine.
+"""Compare the time of a private step in this checkout with that of another commit.
 
     python -m benchmarks.against HEAD~5
     python -m benchmarks.against v0.1 --workloads mlp,cnn --arms dpkfc,dpkfc_kfc --pairs 21
 
-Each process builds the arm of its own checkout's `benchmarks.speed` and takes its steps only when it is told to, so
-that whatever slows the machine slows both alike. A round is a few steps of one and then of the other, in alternating
-order; the median ratio of a few rounds is one measurement. Two processes with the same code may differ by a fifth,
-because of where their memory lies, so new pairs are started again and again, with an allocator that keeps its memory.
-The median over pairs is reported, with a 95 % interval for it.
+Two processes take turns on the same machine. Each process builds the arm of its own checkout's
+`benchmarks.speed`, and takes steps only on request, so that other load slows both alike. All it
+needs from a checkout is `benchmarks.speed.ARMS` and `benchmarks.workloads.WORKLOADS`, so commits
+with another module layout can be compared too.
+
+A round is a few steps of one process and then of the other, in alternating order; the median ratio
+of a few rounds is one measurement. Two processes with the same code may differ by a fifth, because
+of the placement of their memory. So new pairs are started again and again, with an allocator that
+keeps its memory. The median over pairs is reported, with a 95 % interval.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**34)}  # glibc
+# glibc's allocator keeps its memory with these settings.
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 HERE = Path(__file__).resolve().parent.parent
 WORKER = """
 import sys, time, torch
@@ -35,15 +40,15 @@ for _ in range(5):
     arm.step()
 print("ready", flush=True)
 for line in sys.stdin:
-    begun = time.perf_counter()
+    started = time.perf_counter()
     for _ in range(int(line)):
         arm.step()
-    print(time.perf_counter() - begun, flush=True)
+    print(time.perf_counter() - started, flush=True)
 """
 
 
 class Worker:
-    """The arm of one checkout, in a process of its own."""
+    """The arm of one checkout, in its own process."""
 
     def __init__(self, checkout: Path, workload: str, arm: str, threads: int) -> None:
         environment = {
@@ -60,9 +65,12 @@ class Worker:
             text=True,
         )
         if self._line() != "ready":
-            raise SystemExit(f"{checkout}: the arm {arm} of {workload} did not start")
+            raise SystemExit(
+                f"{checkout}: the arm {arm} of {workload} did not start: see the error above"
+            )
 
     def seconds(self, steps: int) -> float:
+        """Take some steps and return how long they took."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{steps}\n")
         self.process.stdin.flush()
@@ -78,23 +86,25 @@ class Worker:
 
 
 def ratio(other: Path, workload: str, arm: str, rounds: int, seconds: float, threads: int) -> float:
-    """Seconds of this checkout over those of the other, in one pair of processes."""
+    """Return the time of this checkout over that of the other, in one pair of processes."""
     workers = [Worker(checkout, workload, arm, threads) for checkout in (HERE, other)]
     try:
         steps = max(1, round(seconds / (workers[0].seconds(3) / 3)))
-        found = []
+        ratios = []
         for number in range(rounds):
-            order = workers if number % 2 else workers[::-1]
-            taken = {id(worker): worker.seconds(steps) for worker in order}
-            found.append(taken[id(workers[0])] / taken[id(workers[1])])
-        return median(found)
+            in_turn = workers if number % 2 else workers[::-1]
+            times = {id(worker): worker.seconds(steps) for worker in in_turn}
+            ratios.append(times[id(workers[0])] / times[id(workers[1])])
+        return median(ratios)
     finally:
         for worker in workers:
             worker.stop()
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """95 % for the median: between the order statistics that a fair coin leaves outside with at most 2.5 % each.
+    """Return a 95 % interval for the median, from order statistics.
+
+    By the binomial distribution at most 2.5 % lie outside on either side.
 
     >>> interval([float(k) for k in range(1, 22)])
     (6.0, 16.0)
@@ -108,30 +118,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("commit", help="what this checkout is compared with")
+    parser.add_argument("commit", help="the commit that this checkout is compared with")
     parser.add_argument("--workloads", default="mlp,cnn,resnet")
     parser.add_argument("--arms", default="dpkfc,dpkfc_kfc")
-    parser.add_argument("--pairs", type=int, default=11, help="of processes")
-    parser.add_argument("--rounds", type=int, default=7, help="of a pair")
-    parser.add_argument("--seconds", type=float, default=0.3, help="of a turn")
+    parser.add_argument("--pairs", type=int, default=11, help="pairs of processes (default 11)")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds per pair (default 7)")
+    parser.add_argument("--seconds", type=float, default=0.3, help="seconds per turn (default 0.3)")
     parser.add_argument("--threads", type=int, default=1)
-    given = parser.parse_args()
+    chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         other = Path(folder) / "other"
         subprocess.run(
-            ["git", "worktree", "add", "--detach", "--quiet", other, given.commit],
+            ["git", "worktree", "add", "--detach", "--quiet", other, chosen.commit],
             cwd=HERE,
             check=True,
         )
         try:
-            for workload in given.workloads.split(","):
-                for arm in given.arms.split(","):
-                    found = [
-                        ratio(other, workload, arm, given.rounds, given.seconds, given.threads)
-                        for _ in range(given.pairs)
+            for workload in chosen.workloads.split(","):
+                for arm in chosen.arms.split(","):
+                    ratios = [
+                        ratio(other, workload, arm, chosen.rounds, chosen.seconds, chosen.threads)
+                        for _ in range(chosen.pairs)
                     ]
-                    low, high = interval(found)
-                    shown = f"{median(found):.3f} times {given.commit} ({low:.3f} to {high:.3f})"
+                    low, high = interval(ratios)
+                    shown = f"{median(ratios):.3f} times {chosen.commit} ({low:.3f} to {high:.3f})"
                     print(f"{workload} {arm}: {shown}", flush=True)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", other], cwd=HERE, check=True)

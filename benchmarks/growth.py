@@ -1,10 +1,11 @@
-"""How the cost of a training step grows: ordinary training, DP-SGD and DP-KFC at several widths, lengths and batches.
+"""How the cost of a training step grows with width, length and batch size.
 
     python -m benchmarks.growth --json growth.json --plot growth.png
     python -m benchmarks.growth --json growth.json --quick
 
-Measured as `benchmarks.speed` does, refresh included: at every size the arms take turns in one process. Compare
-the ratios to the `sgd` arm at the same size.
+Ordinary training, DP-SGD and DP-KFC are measured as `benchmarks.speed` does, with the refresh
+included: at every size the arms take turns in one process. Compare the ratios to the `sgd` arm at
+the same size.
 """
 
 from __future__ import annotations
@@ -32,17 +33,25 @@ from dpkfc.app.models.transformer import Block, MeanPool
 from dpkfc.probes import Tabular, Tokens
 
 ARMS = ("sgd", "dpkfc", "dpkfc_kfc")
-VOCABULARY, CLASSES = 1000, 10
+VOCABULARY = 1000
+CLASSES = 10
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """One size is varied; `work` over the size is how many steps an arm takes in a row within a timing round."""
+class SizeSweep:
+    """A sweep over one size.
+
+    Args:
+        title: The heading of its panel.
+        sizes: The sizes.
+        work: The number of steps in a row within a timing round, times the size.
+        workload: Builds the workload from the size and the number of steps.
+    """
 
     title: str
     sizes: tuple[int, ...]
     work: int
-    workload: Callable[[int, int], Workload]  # of the size and the steps
+    workload: Callable[[int, int], Workload]
 
 
 def wide(width: int, batch_size: int, steps: int) -> Workload:
@@ -81,19 +90,19 @@ def long(tokens: int, batch_size: int, steps: int) -> Workload:
 
 
 SWEEPS = {
-    "width": Sweep(
+    "width": SizeSweep(
         "Perceptron, batch 128",
         (256, 512, 1024, 2048, 4096),
         4096,
         lambda width, steps: wide(width, 128, steps),
     ),
-    "tokens": Sweep(
+    "tokens": SizeSweep(
         "Transformer, width 256, batch 8",
         (16, 32, 64, 128, 256, 512, 1024),
         256,
         lambda tokens, steps: long(tokens, 8, steps),
     ),
-    "batch": Sweep(
+    "batch": SizeSweep(
         "Perceptron, width 512",
         (16, 32, 64, 128, 256, 512, 1024),
         2048,
@@ -103,16 +112,20 @@ SWEEPS = {
 QUICK = {"width": (64, 128), "tokens": (8, 16), "batch": (8, 16)}
 
 
-def run(
-    sizes: Mapping[str, Sequence[int]], rounds: int, threads: int, most: int | None = None
+def measure(
+    sizes: Mapping[str, Sequence[int]], rounds: int, threads: int, max_steps: int | None = None
 ) -> dict[str, Any]:
-    """Measure the named sweeps at `sizes`, with at most `most` steps in a row; the result is what `--json` saves."""
+    """Measure the named sweeps at `sizes`, with at most `max_steps` in a row.
+
+    The result is what `--json` saves.
+    """
     torch.set_num_threads(threads)
     results: dict[str, dict[str, Any]] = {}
     for name, chosen in sizes.items():
-        sweep, results[name] = SWEEPS[name], {}
+        sweep = SWEEPS[name]
+        results[name] = {}
         for size in chosen:
-            steps = max(1, min(sweep.work // size, most or sweep.work))
+            steps = max(1, min(sweep.work // size, max_steps or sweep.work))
             figures = time_workload(sweep.workload(size, steps), ARMS, rounds, warmup=1)
             results[name][str(size)] = with_ratios(figures)
             gc.collect()
@@ -128,7 +141,7 @@ def run(
 
 
 def table(result: dict[str, Any]) -> Table:
-    """One row a size: the seconds of an ordinary step, the ratios to it, and a refresh counted in such steps."""
+    """Return one row per size: the seconds of an ordinary step, ratios to it, and the refresh."""
     drawn = Table(
         title=f"One training step, refresh every {EVERY} included",
         caption="refresh: the time of one, in steps of sgd",
@@ -151,7 +164,7 @@ def _ratio(figures: dict[str, Any]) -> float:
 
 
 def plot(result: dict[str, Any], file: Path) -> None:
-    """A column a sweep, log-log: the seconds of a step, and below them their ratio to ordinary training."""
+    """Draw one column per sweep: the seconds of a step, and their ratio to ordinary training."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -169,9 +182,8 @@ def plot(result: dict[str, Any], file: Path) -> None:
     )
     for (name, points), seconds, ratios in zip(sweeps.items(), panels[0], panels[1], strict=True):
         sizes = [int(size) for size in points]
-        for arm, colour in zip(
-            ARMS, ("black", "C2", "C3"), strict=True
-        ):  # as in the plot of `benchmarks.speed`
+        # The colours are those of the plot of `benchmarks.speed`.
+        for arm, colour in zip(ARMS, ("black", "C2", "C3"), strict=True):
             style = {"marker": "o", "markersize": 4, "color": colour}
             seconds.plot(
                 sizes,
@@ -212,24 +224,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m benchmarks.growth", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument(
-        "--json", type=Path, required=True, metavar="FILE", help="where the figures go"
+        "--json", type=Path, required=True, metavar="FILE", help="the file for the results"
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="also draw them (needs matplotlib)"
+        "--plot", type=Path, metavar="FILE.png", help="draw a figure too (needs matplotlib)"
     )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="two small sizes each, one round: a trial of the program",
+        help="two small sizes per sweep and one round, to see that it works",
     )
     parser.add_argument("--rounds", type=positive, default=5, help="timing rounds (default 5)")
     parser.add_argument("--threads", type=positive, default=2, help="torch threads (default 2)")
     chosen = parser.parse_args(arguments)
-    warnings.filterwarnings("ignore")  # torch warns of hooks
+    warnings.filterwarnings("ignore")  # torch warns about hooks
     if chosen.quick:
-        result = run(QUICK, 1, chosen.threads, most=2)
+        result = measure(QUICK, 1, chosen.threads, max_steps=2)
     else:
-        result = run(
+        result = measure(
             {name: sweep.sizes for name, sweep in SWEEPS.items()}, chosen.rounds, chosen.threads
         )
     chosen.json.write_text(json.dumps(result, indent=2) + "\n")

@@ -1,9 +1,10 @@
-"""What noise costs, in one run: drawing it beside torch's own generator, correlating it, and planning it.
+"""The cost of noise: drawing it compared with torch's generator, correlating it, planning it.
 
     python -m benchmarks.noise
 
-Every arm adds noise to a vector of the given size, as a step does to the gradient; the best of several turns, taken in
-alternation. Correlated noise is compared with drawing the same numbers alone.
+Every arm adds noise to a vector of the given size, as a step does to the gradient. Arms take turns,
+and the best of several turns is reported. Correlated noise is compared with drawing the same
+numbers alone.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ PLANS: list[tuple[str, Noise, int]] = [
 
 
 def seconds(function: Callable[[], object]) -> float:
-    begun = time.perf_counter()
+    started = time.perf_counter()
     function()
-    return time.perf_counter() - begun
+    return time.perf_counter() - started
 
 
 def alternate(arms: list[Callable[[], object]], turns: int) -> list[float]:
-    """Best seconds of each arm."""
+    """Return the best time of each arm, in seconds."""
     for arm in arms:
         arm()
     rounds = [[seconds(arm) for arm in arms] for _ in range(turns)]
@@ -57,8 +58,10 @@ def alternate(arms: list[Callable[[], object]], turns: int) -> list[float]:
 
 
 def drawing(size: int, turns: int) -> tuple[float, float]:
-    """The keyed stream, and `torch.normal_`."""
-    target, key, generator = torch.zeros(size), first_key(0), torch.Generator().manual_seed(0)
+    """Return the times of the keyed stream and of `torch.normal_`, in seconds."""
+    target = torch.zeros(size)
+    key = first_key(0)
+    generator = torch.Generator().manual_seed(0)
     ours, theirs = alternate(
         [
             lambda: add_normal_([target], key, 0.5),
@@ -70,19 +73,21 @@ def drawing(size: int, turns: int) -> tuple[float, float]:
 
 
 def step(noise: Noise, size: int) -> Callable[[], object]:
-    """One more step of the stream, each time it is called."""
-    stream, steps = noise.factorize(WORKLOAD, 1000, 200).stream(size), count()
-    target, key = torch.zeros(size), first_key(0)
+    """Return a function that takes the next step of the stream."""
+    stream = noise.factorize(WORKLOAD, 1000, 200).stream(size)
+    steps = count()
+    target = torch.zeros(size)
+    key = first_key(0)
     return lambda: stream.add_([target], key, 0.5, next(steps))
 
 
 def plan(noise: Noise, n: int, separation: int) -> Callable[[], object]:
-    """Coefficients, sensitivity and error for n steps."""
+    """Return a function that computes coefficients, sensitivity and error for n steps."""
 
     def arm() -> None:
-        matrix = noise.factorize(WORKLOAD, n, separation)
-        matrix.sensitivity(n, Participation.every(separation, n))
-        matrix.error(WORKLOAD, n)
+        factorization = noise.factorize(WORKLOAD, n, separation)
+        factorization.sensitivity(n, Participation.every(separation, n))
+        factorization.error(WORKLOAD, n)
 
     return arm
 
@@ -93,14 +98,14 @@ def main() -> None:
     )
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    chosen = parser.parse_args()
+    torch.set_num_threads(chosen.threads)
     console = Console()
     table = Table(
         "numbers", "keyed stream, ns each", "torch normal_, ns each", "ratio", title="Drawing"
     )
     for size in SIZES:
-        ours, theirs = drawing(size, options.turns)
+        ours, theirs = drawing(size, chosen.turns)
         table.add_row(
             f"{size:,}",
             f"{ours / size * 1e9:.2f}",
@@ -110,24 +115,25 @@ def main() -> None:
     console.print(table)
 
     arms = {"torch normal_ alone": dpkfc.noise.Independent(), **STREAMS}
-    target, generator = torch.zeros(PARAMETERS), torch.Generator().manual_seed(0)
+    target = torch.zeros(PARAMETERS)
+    generator = torch.Generator().manual_seed(0)
     steps = [step(noise, PARAMETERS) for noise in arms.values()]
     steps[0] = lambda: target.add_(torch.empty(PARAMETERS).normal_(generator=generator))
-    times = alternate(steps, options.turns)
+    times = alternate(steps, chosen.turns)
     table = Table(
         "noise",
-        "ms a step",
+        "ms per step",
         "relative to drawing",
         title=f"A step of noise for {PARAMETERS:,} parameters",
     )
-    for name, time_ in zip(arms, times, strict=True):
-        table.add_row(name, f"{time_ * 1e3:.1f}", f"{time_ / times[1]:.2f}")
+    for name, best in zip(arms, times, strict=True):
+        table.add_row(name, f"{best * 1e3:.1f}", f"{best / times[1]:.2f}")
     console.print(table)
 
     table = Table("plan", "steps", "seconds", title="Coefficients, sensitivity and error")
     for name, noise, n in PLANS:
-        (time_,) = alternate([plan(noise, n, 100)], 3)
-        table.add_row(name, f"{n:,}", f"{time_:.3f}")
+        (best,) = alternate([plan(noise, n, 100)], 3)
+        table.add_row(name, f"{n:,}", f"{best:.3f}")
     console.print(table)
 
 

@@ -1,25 +1,26 @@
-"""Seconds and memory of one training step: ordinary training, Opacus two ways, DP-SGD and DP-KFC, side by side.
+"""Time and memory of one training step: ordinary training, Opacus two ways, DP-SGD and DP-KFC.
 
     python -m benchmarks.speed --json speed.json --plot speed.png
     python -m benchmarks.speed --json speed.json --workloads mlp,cnn --arms sgd,dpkfc --rounds 9
 
-A step is forward, loss, backward, `optimizer.step()` and `zero_grad()`. Every arm trains its own copy of the same
-model on the same records.
+A step is forward, loss, backward, `optimizer.step()` and `zero_grad()`. Every arm trains its own
+copy of the same model on the same records.
 
-Time: the arms of a workload share one process and take turns, several steps each, in an order that rotates from round
-to round, so that whatever slows the machine slows all of them alike. The median over rounds is reported; where it lies
-far above the best round, something else was using the processor, and the run says so.
+Time: the arms of a workload share one process and take turns, several steps each, in an order that
+rotates from round to round, so that other load slows all of them alike. The median over rounds is
+reported. Where it lies far above the best round, something else was using the processor, and the
+output says so.
 
-Refresh: DP-KFC builds its maps anew every 50 steps. Each of its turns ends with one more step, on which a refresh is
-due. What that step takes longer than the others of its turn is the refresh, with whatever the first step after it has
-to make up for; the time reported is that of a step plus a fiftieth of a refresh.
+Refresh: DP-KFC rebuilds its maps every 50 steps. Each of its turns ends with one more step, which
+includes a refresh. The extra time of that step, compared with the others of its turn, is the time
+of the refresh. The reported time is that of a step plus a fiftieth of a refresh.
 
-Memory: every arm takes a few steps alone in a fresh process, the last of them with a refresh where there is one. Its
-peak resident size is reported, and beside it the baseline: the size once all packages were imported and before anything
-was built. The baseline is equal for all arms.
+Memory: every arm takes a few steps alone in a fresh process, the last of them with a refresh if it
+has one. Its peak resident size is reported, and the baseline: the size after all packages are
+imported and before anything is built. The baseline is equal for all arms.
 
-Compare ratios to the `sgd` arm of the same run, never seconds of different runs. An arm that cannot train a model
-says why: `{"error": "one line"}`.
+Compare ratios to the `sgd` arm of the same run, never seconds of different runs. An arm that cannot
+train a model has an error: `{"error": "one line"}`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from experiments.arguments import names_among
+from experiments.common.arguments import names_among
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -56,10 +57,12 @@ from dpkfc import KFC, Identity, make_private
 from dpkfc.geometry.base import Geometry
 
 CLIP = NOISE_MULTIPLIER = 1.0
-LEARNING_RATE, MOMENTUM = 0.01, 0.9
-LONG = 100_000  # steps of a plan: the few at which a run compares its loop with the declared loss are then rare
-EVERY = 50  # steps from one refresh of DP-KFC to the next
-DISTURBED = 1.5  # the median over the best round from which a time is called disturbed
+LEARNING_RATE = 0.01
+MOMENTUM = 0.9
+# Steps of a plan. In a long run, steps that compare the loop with the declared loss are rare.
+LONG = 100_000
+EVERY = 50  # steps between refreshes of DP-KFC
+DISTURBED = 1.5  # ratio of the median to the best round above which a time is called disturbed
 PACKAGES = (
     "dpkfc",
     "opacus",
@@ -67,29 +70,30 @@ PACKAGES = (
     "transformers.models.gpt2.modeling_gpt2",
 )
 
-# glibc hands every tensor above this size back at once, so that a peak is live memory and not the heap's luck: the
-# reading repeats to 1 MB, and without it only to 15%. The memory runs of all arms have it, the timed ones do not.
+# glibc returns every tensor above this size to the system at once, so that a peak is live memory
+# and does not depend on the state of the heap: readings repeat to 1 MB, and without it only to 15%.
+# The memory runs of all arms use it, the timed ones do not.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
 
 Step = Callable[[], None]
-# Of one arm: seconds, seconds_best, peak_mb, baseline_mb, ratio; with a refresh also seconds_step (without it),
-# seconds_refresh and refresh_in_steps (of `sgd`). Or error.
+# The measurements of one arm: seconds, seconds_best, peak_mb, baseline_mb, ratio; with a refresh
+# also seconds_step (without it), seconds_refresh and refresh_in_steps (of `sgd`). Or error.
 Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Arm:
-    """Takes one training step; `refresh` takes one on which the geometry is refreshed, if the arm has any."""
+    """`step` takes one training step; `refresh` takes one that refreshes the geometry, if any."""
 
     step: Step
     refresh: Step | None = None
 
 
-# Arms: (workload, model, one batch, how many steps will be taken) -> Arm.
+# Arms: (workload, model, one batch, number of steps that will be taken) -> Arm.
 
 
 def sgd(workload: Workload, model: nn.Module, batch: Record, steps: int) -> Arm:
-    """Ordinary training: no clipping, no noise."""
+    """Ordinary training, without clipping and noise."""
     optimizer = _optimizer(model)
 
     def step() -> None:
@@ -99,7 +103,7 @@ def sgd(workload: Workload, model: nn.Module, batch: Record, steps: int) -> Arm:
 
 
 def opacus_hooks(workload: Workload, model: nn.Module, batch: Record, steps: int) -> Arm:
-    """Opacus' default: hooks write every sample's gradient, the optimizer clips and sums them."""
+    """Opacus' default: hooks compute per-sample gradients, the optimizer clips and sums them."""
     from opacus.grad_sample import GradSampleModule
     from opacus.optimizers import DPOptimizer
 
@@ -113,7 +117,7 @@ def opacus_hooks(workload: Workload, model: nn.Module, batch: Record, steps: int
 
 
 def opacus_ghost(workload: Workload, model: nn.Module, batch: Record, steps: int) -> Arm:
-    """Opacus' ghost clipping: one backward pass for the norms, a second for the sum of the clipped gradients."""
+    """Opacus' ghost clipping: one backward pass for the norms, a second one for the clipped sum."""
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
     from opacus.optimizers import DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
@@ -134,29 +138,30 @@ def opacus_ghost(workload: Workload, model: nn.Module, batch: Record, steps: int
 
 
 def dpkfc(workload: Workload, model: nn.Module, batch: Record, steps: int) -> Arm:
-    """DP-SGD by dpkfc."""
+    """DP-SGD of dpkfc."""
     return Arm(_private(workload, model, batch, steps, Identity()))
 
 
 def dpkfc_kfc(workload: Workload, model: nn.Module, batch: Record, steps: int) -> Arm:
-    """DP-KFC by dpkfc."""
-    geometry = OnDemand(workload.probe, every=EVERY, loss=workload.probe_loss)
+    """DP-KFC of dpkfc."""
+    geometry = RefreshOnDemand(workload.probe, every=EVERY, loss=workload.probe_loss)
     step = _private(workload, model, batch, steps, geometry)
 
     def refresh() -> None:
-        geometry.wanted = True
+        geometry.requested = True
         step()
 
     return Arm(step, refresh)
 
 
-class OnDemand(KFC):
-    """A KFC whose refresh comes on the first step and whenever it is wanted, so that each can be measured."""
+class RefreshOnDemand(KFC):
+    """A KFC that is refreshed on the first step and on request, so that refreshes can be timed."""
 
-    wanted = False
+    requested = False
 
     def due(self, step: int) -> bool:
-        due, self.wanted = step == 0 or self.wanted, False
+        due = step == 0 or self.requested
+        self.requested = False
         return due
 
 
@@ -166,9 +171,12 @@ ARMS = {arm.__name__: arm for arm in (sgd, opacus_hooks, opacus_ghost, dpkfc, dp
 def _private(
     workload: Workload, model: nn.Module, batch: Record, steps: int, geometry: Geometry
 ) -> Step:
-    """dpkfc, its loader included. With one batch of records at sampling rate 1, Poisson batches are the whole of it."""
+    """Return a step of dpkfc, its loader included.
+
+    With one batch of records at sampling rate 1, every Poisson batch holds all records.
+    """
     optimizer = _optimizer(model)
-    private = make_private(
+    run = make_private(
         model,
         optimizer,
         TensorDataset(*batch),
@@ -180,7 +188,7 @@ def _private(
         geometry=geometry,
         loss=lambda model, batch: loss(workload.logits(model, batch), batch[-1]),
     )
-    batches = iter(private.loader)
+    batches = iter(run.loader)
 
     def step() -> None:
         drawn = next(batches)
@@ -213,10 +221,11 @@ def _finish(loss_of_batch: Any, optimizer: Any) -> None:
 def time_workload(
     workload: Workload, arms: Sequence[str], rounds: int, warmup: int
 ) -> dict[str, Figures]:
-    """The seconds of a step for each arm, measured in turns: the median over rounds, and the best."""
+    """Measure the seconds of a step for each arm in turns: the median over rounds, and the best."""
     torch.manual_seed(0)
-    model, batch = workload.build().train(), workload.batch(workload.batch_size)
-    taking: dict[str, Arm] = {}
+    model = workload.build().train()
+    batch = workload.batch(workload.batch_size)
+    built: dict[str, Arm] = {}
     turns: dict[str, list[Figures]] = {arm: [] for arm in arms}
     errors: dict[str, Figures] = {}
     for turn in range(rounds + 1):
@@ -226,17 +235,17 @@ def time_workload(
             try:
                 if turn == 0:
                     steps = warmup + rounds * (workload.steps + 1)
-                    taking[arm] = ARMS[arm](workload, copy.deepcopy(model), batch, steps)
-                    _take(taking[arm].step, warmup)
+                    built[arm] = ARMS[arm](workload, copy.deepcopy(model), batch, steps)
+                    _take(built[arm].step, warmup)
                 else:
-                    turns[arm].append(_turn(taking[arm], workload.steps))
-            except Exception as problem:  # whatever a library cannot do is a result, not a crash
+                    turns[arm].append(_turn(built[arm], workload.steps))
+            except Exception as problem:  # a library that cannot train a model is a result
                 errors[arm] = {"error": _one_line(problem)}
     return {arm: errors.get(arm) or _summary(turns[arm]) for arm in arms}
 
 
 def _turn(arm: Arm, times: int) -> Figures:
-    """The seconds of a step in one turn of several; with a refresh, its seconds beyond a step and its share."""
+    """Measure one turn of several steps; with a refresh, its extra seconds and its share."""
     step = _seconds(arm.step, times)
     if arm.refresh is None:
         return {"seconds": step}
@@ -274,8 +283,11 @@ def _one_line(problem: Exception) -> str:
 
 
 def memory_of(name: str, arm: str, steps: int, threads: int) -> Figures:
-    """`peak_mb` and `baseline_mb` of one arm, run alone in a fresh process."""
-    call = f"from benchmarks.speed import report_memory; report_memory({name!r}, {arm!r}, {steps}, {threads})"
+    """Measure `peak_mb` and `baseline_mb` of one arm, alone in a fresh process."""
+    call = (
+        "from benchmarks.speed import report_memory; "
+        f"report_memory({name!r}, {arm!r}, {steps}, {threads})"
+    )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", call],
         env=os.environ
@@ -285,16 +297,15 @@ def memory_of(name: str, arm: str, steps: int, threads: int) -> Figures:
         text=True,
     )
     if done.returncode:
-        complaint = done.stderr.strip().splitlines() or [
-            f"memory run ended with code {done.returncode}"
-        ]
-        return {"error": complaint[-1][:200]}
+        lines = done.stderr.strip().splitlines()
+        error = lines[-1] if lines else f"memory run ended with code {done.returncode}"
+        return {"error": error[:200]}
     figures: Figures = json.loads(done.stdout.splitlines()[-1])
     return figures
 
 
 def report_memory(name: str, arm: str, steps: int, threads: int) -> None:
-    """What `memory_of` runs in the fresh process: train a little, then print the figures as a line of JSON."""
+    """Train a little, then print the figures as a line of JSON; `memory_of` runs it."""
     for package in PACKAGES:
         with suppress(ImportError):
             importlib.import_module(package)
@@ -303,19 +314,19 @@ def report_memory(name: str, arm: str, steps: int, threads: int) -> None:
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     workload = WORKLOADS[name]
-    taking = ARMS[arm](
+    built = ARMS[arm](
         workload, workload.build().train(), workload.batch(workload.batch_size), steps
     )
-    _take(taking.step, steps - 1)
-    _take(taking.refresh or taking.step, 1)
+    _take(built.step, steps - 1)
+    _take(built.refresh or built.step, 1)
     print(json.dumps({"peak_mb": _resident_mb("VmHWM"), "baseline_mb": baseline}))
 
 
 def _resident_mb(field: str) -> float:
-    """VmRSS (now) or VmHWM (peak) of this process in MB.
+    """Return VmRSS (now) or VmHWM (peak) of this process in MB.
 
-    Linux starts a child's `ru_maxrss` at the size of its parent, which here holds every arm of a workload, so that is
-    read only where there is no /proc; there "now" is the peak so far.
+    Linux starts a child's `ru_maxrss` at the size of its parent, which here holds every arm of a
+    workload. So it is read only where there is no /proc, and there "now" is the peak so far.
     """
     status = Path("/proc/self/status")
     if status.exists():
@@ -328,10 +339,10 @@ def _resident_mb(field: str) -> float:
     return peak / (1024**2 if sys.platform == "darwin" else 1024)
 
 
-# The run, and what a reader sees.
+# The whole measurement and its presentation.
 
 
-def run(
+def measure(
     workloads: Sequence[str],
     arms: Sequence[str],
     rounds: int,
@@ -339,7 +350,7 @@ def run(
     warmup: int = 1,
     memory_steps: int = 2,
 ) -> dict[str, Any]:
-    """Measure everything; the result is what `--json` saves."""
+    """Measure time and memory; the result is what `--json` saves."""
     torch.set_num_threads(threads)
     results: dict[str, dict[str, Figures]] = {}
     for name in workloads:
@@ -369,7 +380,7 @@ def run(
 
 
 def with_ratios(figures: dict[str, Figures]) -> dict[str, Figures]:
-    """Add each arm's ratio to `sgd`: of seconds and, where known, of the peak and of the peak above the baseline.
+    """Add the ratio of each arm to `sgd`: of seconds, of the peak, and of the peak above baseline.
 
     A refresh is counted in steps of `sgd`.
     """
@@ -403,10 +414,11 @@ def _version(package: str) -> str:
 
 
 def table(result: dict[str, Any]) -> Table:
-    """One row an arm: seconds and memory, each with its ratio to ordinary training; a refresh in ordinary steps."""
+    """Return one row per arm: seconds and memory with their ratios to `sgd`, and the refresh."""
     settings = result["settings"]
     drawn = Table(
-        title=f"One training step ({settings['threads']} threads, median of {settings['rounds']} rounds)",
+        title=f"One training step ({settings['threads']} threads, "
+        f"median of {settings['rounds']} rounds)",
         caption="refresh: the time of one, in steps of sgd",
         pad_edge=False,
         collapse_padding=True,
@@ -424,16 +436,15 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def remarks(result: dict[str, Any]) -> list[str]:
-    """Why an arm has no figures, and which figures are not to be trusted."""
+    """Return why an arm has no figures, and which figures were disturbed by other load."""
     notes = []
     for name, arms in result["workloads"].items():
         for arm, figures in arms.items():
             if "error" in figures:
                 notes.append(f"{name}, {arm}: {figures['error']}")
             elif figures["seconds"] > DISTURBED * figures["seconds_best"]:
-                notes.append(
-                    f"{name}, {arm}: disturbed, the best round took {figures['seconds_best']:.4f} s a step"
-                )
+                best = f"{figures['seconds_best']:.4f} s per step"
+                notes.append(f"{name}, {arm}: disturbed, the best round took {best}")
     return notes
 
 
@@ -452,7 +463,7 @@ def _cells(figures: Figures) -> list[str]:
 
 
 def plot(result: dict[str, Any], file: Path) -> None:
-    """Grouped bars, a group a workload: the two ratios to ordinary training, and the cost of a refresh."""
+    """Draw one group of bars per workload: ratios to ordinary training, and a refresh."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -507,7 +518,7 @@ def plot(result: dict[str, Any], file: Path) -> None:
 
 
 def _bars(panel: Any, heights: dict[str, list[float]], colours: dict[str, str]) -> None:
-    """Bars with their values above them; what is missing says so."""
+    """Draw bars with their values above them, and "n/a" where one is missing."""
     width = 0.8 / max(len(heights), 2)
     for index, (arm, values) in enumerate(heights.items()):
         places = [group + (index - (len(heights) - 1) / 2) * width for group in range(len(values))]
@@ -524,10 +535,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m benchmarks.speed", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument(
-        "--json", type=Path, required=True, metavar="FILE", help="where the figures go"
+        "--json", type=Path, required=True, metavar="FILE", help="the file for the results"
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="also draw the ratios (needs matplotlib)"
+        "--plot", type=Path, metavar="FILE.png", help="draw the ratios too (needs matplotlib)"
     )
     parser.add_argument(
         "--workloads",
@@ -542,10 +553,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=positive, default=7, help="timing rounds (default 7)")
     parser.add_argument("--threads", type=positive, default=2, help="torch threads (default 2)")
     chosen = parser.parse_args(arguments)
-    warnings.filterwarnings(
-        "ignore"
-    )  # Opacus and torch warn of hooks and insecure noise on every arm
-    result = run(chosen.workloads, chosen.arms, chosen.rounds, chosen.threads)
+    # Opacus and torch warn about hooks and insecure noise on every arm.
+    warnings.filterwarnings("ignore")
+    result = measure(chosen.workloads, chosen.arms, chosen.rounds, chosen.threads)
     chosen.json.write_text(json.dumps(result, indent=2) + "\n")
     console = Console()
     console.print(table(result))
@@ -556,6 +566,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def positive(text: str) -> int:
+    """Parse a whole number of at least 1, for argparse's `type`."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: a whole number of at least 1 is needed")
     return int(text)

@@ -1,10 +1,12 @@
-"""What the benchmarks train: a model, one batch of random records in memory, and how logits come from the two.
+"""What the benchmarks train: a model and one batch of random records in memory.
 
-Weights and records are random: speed and memory do not depend on them. No model has dropout, so every arm computes
-the same thing. Token models get every input as a full [batch, tokens] tensor, position ids included, because Opacus
-reads the batch size off the first dimension of whatever enters an embedding.
+Weights and records are random, because speed and memory do not depend on them. No model has
+dropout, so every arm computes the same function. Token models get every input as a full [batch,
+tokens] tensor, position ids included, because Opacus reads the batch size from the first dimension
+of whatever enters an embedding.
 
-Each workload also names the probe of its DP-KFC arm: as many synthetic inputs as a batch has records, of their shape.
+Each workload also has the probe of its DP-KFC arm: as many synthetic inputs as a batch has
+records, of the same shape.
 """
 
 from __future__ import annotations
@@ -27,12 +29,22 @@ TOKENS = 128
 BERT_VOCABULARY = 30522
 GPT2_VOCABULARY = 50257
 
-Record = tuple[Tensor, ...]  # the inputs in the order that `logits` reads them, then the target
+Record = tuple[Tensor, ...]  # the inputs in the order in which `logits` reads them, then the target
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One model and one batch; `steps` is how many steps an arm takes in a row within a timing round."""
+    """One model and one batch.
+
+    Args:
+        batch_size: The number of records in the batch.
+        steps: The number of steps that an arm takes in a row within a timing round.
+        build: Builds the model.
+        batch: Draws a batch of that many records.
+        probe: The probe of the DP-KFC arm.
+        logits: Computes the logits of a batch.
+        probe_loss: The loss on the probe.
+    """
 
     batch_size: int
     steps: int
@@ -44,11 +56,15 @@ class Workload:
 
 
 def loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Mean cross entropy; of a language model, over all tokens, which at one length is the mean of sample means."""
+    """Return the mean cross entropy, for a language model over all tokens.
+
+    Sequences have equal lengths, so that is also the mean over the samples.
+    """
     return F.cross_entropy(logits.flatten(0, -2), target.flatten())
 
 
 def images(channels: int, size: int) -> Callable[[int], Record]:
+    """Return a function that draws images and labels."""
     return lambda batch_size: (
         torch.randn(batch_size, channels, size, size),
         torch.randint(10, (batch_size,)),
@@ -60,7 +76,7 @@ def pink(channels: int, size: int, count: int) -> Probe:
 
 
 def sentences(batch_size: int) -> Record:
-    """input_ids, attention_mask, token_type_ids, position_ids, label."""
+    """Draw input_ids, attention_mask, token_type_ids, position_ids and labels."""
     ids = torch.randint(1, BERT_VOCABULARY, (batch_size, TOKENS))
     return (
         ids,
@@ -72,7 +88,7 @@ def sentences(batch_size: int) -> Record:
 
 
 def texts(batch_size: int) -> Record:
-    """input_ids, attention_mask, position_ids, and the next token at every position."""
+    """Draw input_ids, attention_mask, position_ids, and the next token at every position."""
     ids = torch.randint(GPT2_VOCABULARY, (batch_size, TOKENS + 1))
     return (
         ids[:, :-1].clone(),
@@ -87,7 +103,7 @@ def positions(batch_size: int) -> Tensor:
 
 
 def minilm() -> nn.Module:
-    """BERT at the sizes of MiniLM-L6: 22.7 million weights, more than half of them the word embedding."""
+    """Build BERT with the sizes of MiniLM-L6: 22.7 million weights, half in the word embedding."""
     transformers: Any = import_module("transformers")
     config = transformers.BertConfig(
         vocab_size=BERT_VOCABULARY,
@@ -105,15 +121,15 @@ def minilm() -> nn.Module:
 
 
 def minilm_logits(model: nn.Module, record: Record) -> Tensor:
-    ids, mask, types, places, _ = record
-    out: Tensor = model(
-        input_ids=ids, attention_mask=mask, token_type_ids=types, position_ids=places
+    ids, mask, types, position_ids, _ = record
+    logits: Tensor = model(
+        input_ids=ids, attention_mask=mask, token_type_ids=types, position_ids=position_ids
     ).logits
-    return out
+    return logits
 
 
 def gpt2() -> nn.Module:
-    """A four-layer GPT-2 with its full vocabulary; the head shares the weight of the word embedding."""
+    """Build a four-layer GPT-2 with the full vocabulary; the head shares the embedding weight."""
     transformers: Any = import_module("transformers")
     config = transformers.GPT2Config(
         vocab_size=GPT2_VOCABULARY,
@@ -132,9 +148,9 @@ def gpt2() -> nn.Module:
 
 
 def gpt2_logits(model: nn.Module, record: Record) -> Tensor:
-    ids, mask, places, _ = record
-    out: Tensor = model(input_ids=ids, attention_mask=mask, position_ids=places).logits
-    return out
+    ids, mask, position_ids, _ = record
+    logits: Tensor = model(input_ids=ids, attention_mask=mask, position_ids=position_ids).logits
+    return logits
 
 
 SENTENCES = Tokens(

@@ -1,4 +1,4 @@
-"""The benchmarks run from the command line and save what they say they save."""
+"""The benchmarks run from the command line and save the documented figures."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return saved
 
 
-def test_every_arm_is_measured_or_says_why_not(result: dict[str, Any]) -> None:
+def test_every_arm_has_figures_or_an_error(result: dict[str, Any]) -> None:
     assert set(result) == {"workloads", "settings"}
     assert set(result["workloads"]) == {"mlp"}
     arms = result["workloads"]["mlp"]
@@ -57,15 +57,10 @@ def test_every_arm_is_measured_or_says_why_not(result: dict[str, Any]) -> None:
         if "error" in figures:
             assert "\n" not in figures["error"]
         else:
-            its_own = (
-                {"seconds_step", "seconds_refresh", "refresh_in_steps"}
-                if arm == "dpkfc_kfc"
-                else set()
-            )
-            assert (
-                set(figures)
-                == {"seconds", "seconds_best", "peak_mb", "baseline_mb", "ratio"} | its_own
-            )
+            expected = {"seconds", "seconds_best", "peak_mb", "baseline_mb", "ratio"}
+            if arm == "dpkfc_kfc":
+                expected |= {"seconds_step", "seconds_refresh", "refresh_in_steps"}
+            assert set(figures) == expected
             assert set(figures["ratio"]) == {"seconds", "peak_mb", "net_mb"}
             assert figures["seconds"] >= figures["seconds_best"] > 0
             assert figures["peak_mb"] > figures["baseline_mb"] > 0
@@ -77,7 +72,7 @@ def test_ratios_are_to_ordinary_training(result: dict[str, Any]) -> None:
     pytest.importorskip("opacus")
     hooks = arms["opacus_hooks"]
     assert hooks["ratio"]["seconds"] == pytest.approx(hooks["seconds"] / arms["sgd"]["seconds"])
-    assert hooks["ratio"]["net_mb"] > 2  # 256 gradients of 670 thousand weights are not free
+    assert hooks["ratio"]["net_mb"] > 2  # 256 gradients of 670 thousand weights
 
 
 def test_the_share_of_a_refresh_is_in_the_time_of_a_step(result: dict[str, Any]) -> None:
@@ -91,15 +86,15 @@ def test_the_share_of_a_refresh_is_in_the_time_of_a_step(result: dict[str, Any])
 
 @pytest.fixture
 def refreshed_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The steps at which DP-KFC is refreshed."""
+    """Record the steps at which DP-KFC is refreshed."""
     steps: list[int] = []
-    refresh = speed.OnDemand.refresh
+    refresh = speed.RefreshOnDemand.refresh
 
-    def noted(self: speed.OnDemand, model: Any, capture: Any, step: int) -> None:
+    def recorded(self: speed.RefreshOnDemand, model: Any, capture: Any, step: int) -> None:
         steps.append(step)
         refresh(self, model, capture, step)
 
-    monkeypatch.setattr(speed.OnDemand, "refresh", noted)
+    monkeypatch.setattr(speed.RefreshOnDemand, "refresh", recorded)
     return steps
 
 
@@ -109,11 +104,8 @@ def test_every_turn_and_the_memory_run_end_with_a_refresh(
     small = growth.wide(16, batch_size=4, steps=3)
     figures = speed.time_workload(small, ["dpkfc_kfc"], rounds=2, warmup=2)
     assert "error" not in figures["dpkfc_kfc"]
-    assert refreshed_at == [
-        0,
-        5,
-        9,
-    ]  # two steps of warming up, then turns of three steps and one with a refresh
+    # Two steps of warming up, then turns of three steps and one with a refresh.
+    assert refreshed_at == [0, 5, 9]
     refreshed_at.clear()
     speed.report_memory("mlp", "dpkfc_kfc", steps=2, threads=torch.get_num_threads())
     assert refreshed_at == [0, 1]
@@ -121,7 +113,7 @@ def test_every_turn_and_the_memory_run_end_with_a_refresh(
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_probes_are_like_a_batch_of_records(name: str) -> None:
+def test_probes_have_the_shape_of_a_batch(name: str) -> None:
     workload = WORKLOADS[name]
     drawn = workload.probe.draw(workload.probe.count, torch.Generator().manual_seed(0)).inputs
     first = drawn["input_ids"] if isinstance(drawn, dict) else drawn

@@ -1,4 +1,4 @@
-"""Data that experiments are tried on."""
+"""Small data sets for the tests of experiments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """80 training and 30 test records of noise, as idx files."""
+    """Write 80 training and 30 test records of noise, as idx files."""
     rng = np.random.default_rng(0)
     for dataset in ("mnist", "fashion-mnist"):
         (tmp_path / dataset).mkdir()

@@ -1,4 +1,4 @@
-"""The published errors, to the printed precision; what `dpkfc reproduce bsr-error` writes, and how it resumes."""
+"""The published errors to the printed precision; the files of bsr-error and how it resumes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ import json
 from pathlib import Path
 
 import pytest
-from experiments.bsr_error import B, Case, Row, low_memory, measure, once, repeated, run
-from experiments.options import ReproduceOptions
+from experiments.bsr_error import experiment as bsr_error
+from experiments.bsr_error.experiment import (
+    SEPARATION,
+    Case,
+    Row,
+    low_memory,
+    measure,
+    once,
+    repeated,
+    reproduce,
+)
+from experiments.common.options import ReproduceOptions
 from rich.console import Console
-from typer.testing import CliRunner
 
-from dpkfc.app.cli.main import app
-from dpkfc.errors import PrivacyError
 from dpkfc.noise.toeplitz import BandedToeplitz
-from experiments import bsr_error
 
 STEPS = (100, 200, 500, 1000, 2000)
 REPEATED = {
@@ -38,7 +44,8 @@ ONCE = {
     (0.999, 0.0, "BSR"): (2.327, 2.505, 2.690, 2.777, 2.822),
     (0.999, 0.9, "BSR"): (13.498, 15.461, 17.437, 18.351, 18.819),
 }
-FEW = {  # at β = 0 and 0.9, n = 2000, in as many digits as are published
+# At β = 0 and 0.9, n = 2000, in as many digits as are published.
+FEW_BANDS = {
     "BSR, p = 2": ("105", "994"),
     "BSR, p = 4": ("79", "704"),
     "BSR, p = 16": ("45", "360"),
@@ -76,24 +83,24 @@ def test_published_errors(
 def test_published_errors_with_little_memory() -> None:
     found: dict[str, list[float]] = {}
     for case in low_memory(2000):
-        if case.method in FEW:
+        if case.method in FEW_BANDS:
             found.setdefault(case.method, []).append(measure(case)["error"])
-    for method, errors in FEW.items():
+    for method, errors in FEW_BANDS.items():
         for error, text in zip(found[method], errors, strict=True):
             assert not text or f"{error:.{len(text.partition('.')[2])}f}" == text, method
-    optimised = Case("", BandedToeplitz(100, normalise=False), 1.0, 0.0, 2000, B)
+    optimised = Case("", BandedToeplitz(100, normalise=False), 1.0, 0.0, 2000, SEPARATION)
     assert measure(optimised)["error"] == pytest.approx(20.2067, rel=1e-5)
 
 
-def test_vectors_kept() -> None:
+def test_number_of_vectors_kept() -> None:
     kept = {case.method: measure(case)["buffers"] for case in low_memory(100)}
     assert kept["λ-CGD"] == kept["BISR, p = 4"] == 0
     assert (kept["BSR, p = 16"], kept["BLT, 3 buffers"]) == (15, 3)
 
 
-def test_files_are_written_and_only_aof_is_taken_from_them(tmp_path: Path) -> None:
+def test_files_are_written_and_only_aof_is_read_from_them(tmp_path: Path) -> None:
     console = quiet()
-    run(ReproduceOptions(tmp_path, console, quick=True), steps=(100, 501))
+    reproduce(ReproduceOptions(tmp_path, console, quick=True), steps=(100, 501))
     assert {file.name for file in tmp_path.iterdir()} == {
         "bsr-error.json",
         "bsr-error.md",
@@ -110,14 +117,14 @@ def test_files_are_written_and_only_aof_is_taken_from_them(tmp_path: Path) -> No
     changed = [row | {"error": 77.777 if row["method"] == "AOF" else 88.888} for row in rows]
     other = changed[0] | {"n": 7}
     (tmp_path / "bsr-error.json").write_text(json.dumps([*changed, other]))
-    run(ReproduceOptions(tmp_path, quiet(), quick=True), steps=(100,))
+    reproduce(ReproduceOptions(tmp_path, quiet(), quick=True), steps=(100,))
     again = (tmp_path / "bsr-error.md").read_text()
     assert again.count("77.777") == 4
     assert "88.888" not in again
     assert other in json.loads((tmp_path / "bsr-error.json").read_text())
 
 
-def test_an_interrupted_run_keeps_what_it_found(
+def test_an_interrupted_run_keeps_its_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[Case] = []
@@ -130,7 +137,7 @@ def test_an_interrupted_run_keeps_what_it_found(
 
     monkeypatch.setattr(bsr_error, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run(ReproduceOptions(tmp_path, quiet(), quick=True), steps=(100,))
+        reproduce(ReproduceOptions(tmp_path, quiet(), quick=True), steps=(100,))
     rows = json.loads((tmp_path / "bsr-error.json").read_text())
     assert [row["beta"] for row in rows if row["method"] == "AOF"] == [0.0, 0.9]
 
@@ -138,36 +145,8 @@ def test_an_interrupted_run_keeps_what_it_found(
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for content in ("[{", '{"a": 1}', '[{"method": "AOF"}]'):
         (tmp_path / "bsr-error.json").write_text(content)
-        with pytest.raises(PrivacyError, match="does not hold results of this experiment"):
-            run(ReproduceOptions(tmp_path, quiet(), quick=True), steps=(100,))
+        with pytest.raises(ValueError, match="does not hold results of this experiment"):
+            reproduce(ReproduceOptions(tmp_path, quiet(), quick=True), steps=(100,))
     monkeypatch.setattr(bsr_error, "find_spec", lambda name: None)
-    with pytest.raises(PrivacyError, match="pip install matplotlib"):
-        run(ReproduceOptions(tmp_path, quiet(), quick=True))
-
-
-def test_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    called: list[ReproduceOptions] = []
-
-    def fake(order: ReproduceOptions) -> None:
-        called.append(order)
-        order.out.mkdir(parents=True)
-        (order.out / "bsr-error.md").write_text("# Found\n")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bsr_error, "run", fake)
-    assert CliRunner().invoke(app, ["reproduce", "bsr-error"]).exit_code == 0
-    assert (
-        CliRunner().invoke(app, ["reproduce", "bsr-error", "--quick", "--out", "here"]).exit_code
-        == 0
-    )
-    assert [(order.out, order.quick) for order in called] == [
-        (Path("results/bsr-error"), False),
-        (Path("here"), True),
-    ]
-    unknown = CliRunner().invoke(app, ["reproduce", "bsr"])
-    assert unknown.exit_code == 2
-    assert (
-        unknown.stderr.startswith("dpkfc: 'bsr' is not an experiment: choose from ")
-        and "bsr-error" in unknown.stderr
-    )
-    assert "dpkfc reproduce bsr-error" in CliRunner().invoke(app, ["reproduce", "--help"]).output
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        reproduce(ReproduceOptions(tmp_path, quiet(), quick=True))

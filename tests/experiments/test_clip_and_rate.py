@@ -1,4 +1,4 @@
-"""Widths and slopes of known grids; a tiny grid from end to end, resumed; wrong use."""
+"""Widths and slopes of known grids; a tiny grid from end to end; wrong use."""
 
 from __future__ import annotations
 
@@ -9,29 +9,34 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from experiments.clip_and_rate import Finding, Run, find, level_set, train, verdict
-from experiments.on_digits import Result
-from experiments.options import ReproduceOptions
+from experiments.clip_and_rate import experiment
+from experiments.clip_and_rate.experiment import (
+    GridFinding,
+    GridRun,
+    find,
+    level_set,
+    train,
+    verdict,
+)
+from experiments.common.digits import DigitsResult
+from experiments.common.options import ReproduceOptions
 from rich.console import Console
-
-import dpkfc
-from experiments import clip_and_rate as experiment
 
 FEW = {"steps": 3, "batch_size": 300}
 CLIPS, RATES = (0.1, 1.0, 10.0), (0.001, 0.01, 0.1, 1.0, 10.0)
-# best at lr · clip = .1, worse by 10 points a decade; or at lr = .1 for every clip
-DIAGONAL = Finding(
+# Best at lr · clip = .1, or at lr = .1 for every clip; 10 points worse per decade.
+DIAGONAL = GridFinding(
     CLIPS,
     RATES,
     np.array([[0.9 - 0.1 * abs(math.log10(10 * c * r)) for r in RATES] for c in CLIPS]),
 )
-RECTANGLE = Finding(
+RECTANGLE = GridFinding(
     CLIPS, RATES, np.array([[0.9 - 0.1 * abs(math.log10(10 * r)) for r in RATES] for _ in CLIPS])
 )
 
 
-def result(accuracy: float) -> Result:
-    return Result(accuracy, None, 3.0, "independent Gaussian", 1.0, 1, 0.1)
+def result(accuracy: float) -> DigitsResult:
+    return DigitsResult(accuracy, None, 3.0, "independent Gaussian", 1.0, 1, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +46,7 @@ def result(accuracy: float) -> Result:
         ([1.0, 1.0, 0.0], 0.5, (1.5, -0.25)),
         ([1.0, 0.0, 1.0], 0.5, (1.0, 0.0)),  # in two parts
         ([1.0, 1.0, 1.0], 0.5, (2.0, 0.0)),
-        ([0.0, 0.2, 0.4], 0.5, (0.0, 1.0)),  # nowhere: the best there is
+        ([0.0, 0.2, 0.4], 0.5, (0.0, 1.0)),  # nowhere: at the best point
     ],
 )
 def test_the_level_set_by_hand(
@@ -50,21 +55,19 @@ def test_the_level_set_by_hand(
     assert level_set([0.1, 1.0, 10.0], ys, level) == pytest.approx(expected)
 
 
-def test_a_diagonal_and_a_rectangle_are_told_apart() -> None:
+def test_a_diagonal_and_a_rectangle_are_distinguished() -> None:
     assert DIAGONAL.slope == pytest.approx(-1)
     assert RECTANGLE.slope == pytest.approx(0)
     assert DIAGONAL.good == pytest.approx(3 / 15) and RECTANGLE.good == pytest.approx(3 / 15)
-    assert DIAGONAL.widths_in_rate == pytest.approx(
-        [0.4] * 3
-    )  # 2 points are a fifth of a decade, to either side
-    assert DIAGONAL.widths_in_clip == pytest.approx(
-        [0, 0.2, 0.4, 0.2, 0]
-    )  # half of it is outside at the edges
+    # 2 points are a fifth of a decade, to either side.
+    assert DIAGONAL.widths_in_rate == pytest.approx([0.4] * 3)
+    # At the edges half of it is outside.
+    assert DIAGONAL.widths_in_clip == pytest.approx([0, 0.2, 0.4, 0.2, 0])
     assert RECTANGLE.widths_in_clip == pytest.approx([0, 0, 2, 0, 0])
     assert replace(DIAGONAL, within=0.05).widths_in_rate == pytest.approx([1.0] * 3)
 
 
-def test_a_clip_that_is_never_good_has_no_part_in_the_slope() -> None:
+def test_a_clip_that_is_never_good_does_not_change_the_slope() -> None:
     grid = DIAGONAL.grid.copy()
     grid[2] = 0.1
     spoilt = replace(DIAGONAL, grid=grid)
@@ -72,7 +75,7 @@ def test_a_clip_that_is_never_good_has_no_part_in_the_slope() -> None:
     assert spoilt.slope == pytest.approx(-1)
     grid[1] = 0.1
     assert math.isnan(spoilt.slope)
-    assert "cannot be told" in verdict({"DP-SGD": DIAGONAL, "DP-KFC": spoilt})
+    assert "cannot be judged" in verdict({"DP-SGD": DIAGONAL, "DP-KFC": spoilt})
 
 
 def test_the_verdict_follows_the_slope() -> None:
@@ -85,7 +88,7 @@ def test_the_verdict_follows_the_slope() -> None:
 
 def test_cells_are_means_over_the_seeds_of_their_method() -> None:
     runs = [
-        Run(method, clip, lr, seed)
+        GridRun(method, clip, lr, seed)
         for method in ("DP-SGD", "DP-KFC")
         for clip in (1, 3)
         for lr in (2, 5)
@@ -103,16 +106,16 @@ def test_cells_are_means_over_the_seeds_of_their_method() -> None:
 
 
 def test_where_every_gradient_is_clipped_only_the_product_matters() -> None:
-    """The algebra of the module, for both methods."""
+    """Check the formula in the module for both methods."""
     for method in experiment.METHODS:
-        some = [train(Run(method, clip, 0.1 / clip, 1, **FEW)) for clip in (1e-3, 1e-2)]
-        assert len({one.last for one in some}) == 1
+        results = [train(GridRun(method, clip, 0.1 / clip, 1, **FEW)) for clip in (1e-3, 1e-2)]
+        assert len({result.last for result in results}) == 1
 
 
 def test_from_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained: list[Run] = []
+    trained: list[GridRun] = []
 
-    def few_steps(run: Run, device: str) -> Result:
+    def few_steps(run: GridRun, device: str) -> DigitsResult:
         trained.append(run)
         return train(replace(run, **FEW))
 
@@ -144,28 +147,28 @@ def test_from_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_reproduced_into_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained: list[Run] = []
+    trained: list[GridRun] = []
 
-    def untrained(run: Run, device: str) -> Result:
+    def untrained(run: GridRun, device: str) -> DigitsResult:
         trained.append(run)
         return result(0.1)
 
     monkeypatch.setattr(experiment, "train", untrained)
     monkeypatch.setattr(experiment, "plot", lambda findings, file: file.touch())
-    experiment.run(ReproduceOptions(tmp_path, Console(quiet=True), quick=True))
+    experiment.reproduce(ReproduceOptions(tmp_path, Console(quiet=True), quick=True))
     text = (tmp_path / "quick.md").read_text()
     assert (
         len(trained) == 18 and {run.steps for run in trained} == {20} and "20 steps of 96" in text
     )
     assert "**Quick:**" in text and "claim" not in text, "no verdict on a few cells"
-    experiment.run(ReproduceOptions(tmp_path, Console(quiet=True), quick=False))
+    experiment.reproduce(ReproduceOptions(tmp_path, Console(quiet=True), quick=False))
     assert (
         len(trained) == 18 + 2 * 2 * 8 * 12
         and "100 steps of 96" in (tmp_path / "clip-and-rate.md").read_text()
     )
     (tmp_path / "quick.jsonl").write_text("{")
-    with pytest.raises(dpkfc.PrivacyError, match="cut off"):
-        experiment.run(ReproduceOptions(tmp_path, Console(quiet=True), quick=True))
+    with pytest.raises(ValueError, match="cut off"):
+        experiment.reproduce(ReproduceOptions(tmp_path, Console(quiet=True), quick=True))
 
 
 def test_wrong_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The test of the data-free claim compares like with like, and its verdict follows from the intervals."""
+"""The arms differ only in the source of their factors; verdicts follow from the intervals."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from experiments.falsify import (
-    STUDY,
-    Difference,
+from experiments.common.differences import (
+    PairedDifference,
     by_seed,
-    compared,
-    on_the_way,
+    differences_to,
+    mean_accuracy,
     paired,
-    report,
     verdict,
 )
-from experiments.setting import Result, Setting, holding, train
-from experiments.study import Row, finals, tries
+from experiments.common.setting import StudyResult, StudySetting, swapped, train
+from experiments.common.study import Row, finals, tries
+from experiments.falsify.experiment import STUDY, report
 from rich.console import Console
 from scipy import stats
 from torch.utils.data import TensorDataset
@@ -31,10 +30,10 @@ OUTCOMES = {"dp-sgd": 0.80, "synthetic": 0.90, "oracle": 0.92, "public": 0.92, "
 
 
 def rows_of(outcomes: Mapping[str, float], task: str = "mnist mlp") -> list[Row]:
-    """A try and the runs of every arm; seeds differ by more than arms do, arms within a seed by little."""
+    """Make a try and the final runs of every arm; seeds differ by more than arms do."""
 
-    def row(setting: Setting, accuracy: float) -> Row:
-        result = Result(accuracy, None, 1.0, 0.8, 10, 1.0, (accuracy - 0.2, accuracy))
+    def row(setting: StudySetting, accuracy: float) -> Row:
+        result = StudyResult(accuracy, None, 1.0, 0.8, 10, 1.0, (accuracy - 0.2, accuracy))
         return json.loads(
             json.dumps({"key": setting.key, "setting": asdict(setting), "result": asdict(result)})
         )
@@ -57,7 +56,7 @@ def test_the_interval_is_that_of_the_paired_t_test(count: int) -> None:
     assert found.mean == pytest.approx(100 * (own - other).mean())
 
 
-def test_only_seeds_that_both_have_are_compared() -> None:
+def test_only_common_seeds_are_compared() -> None:
     found = paired({1: 0.5, 2: 0.6, 3: 0.7}, {2: 0.5, 3: 0.6, 4: 0.1})
     assert found is not None and found.seeds == 2 and found.mean == pytest.approx(10)
     assert paired({1: 0.5, 2: 0.6}, {2: 0.5}) is None
@@ -76,7 +75,7 @@ def test_only_seeds_that_both_have_are_compared() -> None:
     ],
 )
 def test_the_verdict_follows_from_the_interval(low: float, high: float, outcome: str) -> None:
-    assert verdict(Difference((low + high) / 2, low, high, 5)) == outcome
+    assert verdict(PairedDifference((low + high) / 2, low, high, 5)) == outcome
 
 
 @pytest.mark.parametrize("task", STUDY.tasks)
@@ -105,51 +104,51 @@ def test_arms_differ_in_the_source_of_their_factors_alone(task: str) -> None:
 def test_arms_are_compared_seed_by_seed() -> None:
     rows = rows_of(OUTCOMES)
     assert [*by_seed(STUDY, rows, "mnist mlp", "oracle")] == [1, 2, 3, 4, 5]
-    ends = compared(STUDY, rows, "oracle", STUDY.arms)
-    assert {arm for _, arm in ends} == set(OUTCOMES) - {"oracle"}
-    assert ends["mnist mlp", "synthetic"].mean == pytest.approx(-2, abs=0.05)
-    assert ends["mnist mlp", "synthetic"].high < -1.9  # though seeds differ by 12 points
-    ways = compared(STUDY, rows, "oracle", STUDY.arms, on_the_way)
-    assert ways["mnist mlp", "dp-sgd"].mean == pytest.approx(-12, abs=0.05)
+    final = differences_to(STUDY, rows, "oracle", STUDY.arms)
+    assert {arm for _, arm in final} == set(OUTCOMES) - {"oracle"}
+    assert final["mnist mlp", "synthetic"].mean == pytest.approx(-2, abs=0.05)
+    assert final["mnist mlp", "synthetic"].high < -1.9  # though seeds differ by 12 points
+    course = differences_to(STUDY, rows, "oracle", STUDY.arms, mean_accuracy)
+    assert course["mnist mlp", "dp-sgd"].mean == pytest.approx(-12, abs=0.05)
     assert by_seed(STUDY, rows, "fashion-mnist mlp", "oracle") == {}
 
 
 @pytest.mark.parametrize(
-    ("synthetic", "told"),
+    ("synthetic", "expected"),
     [
         (
             0.90,
-            "refuted in part.** Synthetic against the oracle is materially worse: mnist mlp at the end, mnist mlp on",
+            "refuted in part.** Synthetic against the oracle is materially worse: "
+            "mnist mlp at the end, mnist mlp during training",
         ),
         (
             0.92,
-            "Not refuted: no difference is shown to be material.** Synthetic against the oracle is the same: mnist",
+            "Not refuted: no difference is shown to be material.** "
+            "Synthetic against the oracle is the same: mnist",
         ),
         (0.94, "at least as good as the oracle's.** It is materially better: mnist mlp at the end"),
     ],
 )
-def test_the_finding_is_computed(tmp_path: Path, synthetic: float, told: str) -> None:
+def test_the_finding_is_computed(tmp_path: Path, synthetic: float, expected: str) -> None:
     report(STUDY, rows_of(OUTCOMES | {"synthetic": synthetic}), tmp_path, Console(quiet=True))
     text = (tmp_path / "falsify.md").read_text()
-    assert told in text and "| mnist mlp | dp-sgd | -12.0" in text
-    assert ("Apart from zero, by however little: mnist mlp at the end" in text) == (
-        synthetic != 0.92
-    )
+    assert expected in text and "| mnist mlp | dp-sgd | -12.0" in text
+    assert ("Intervals that exclude zero: mnist mlp at the end" in text) == (synthetic != 0.92)
     assert (tmp_path / "falsify.png").exists() == bool(find_spec("matplotlib"))
 
 
-def test_without_runs_nothing_is_claimed(tmp_path: Path) -> None:
+def test_too_few_runs_give_no_finding(tmp_path: Path) -> None:
     one_seed = replace(STUDY, seeds=(1,))
     report(one_seed, rows_of(OUTCOMES), tmp_path, Console(quiet=True))
     assert "Too few runs" in (tmp_path / "falsify.md").read_text()
 
 
 @pytest.mark.parametrize("ema", [0.0, 0.9])
-def test_the_course_ends_where_the_run_ends_and_does_not_change_it(ema: float) -> None:
+def test_the_course_ends_with_the_run_and_does_not_change_it(ema: float) -> None:
     generator = torch.Generator().manual_seed(0)
     images, labels = torch.rand(60, 1, 28, 28, generator=generator), torch.arange(60) % 10
     data = TensorDataset(images, labels), TensorDataset(images[:25], labels[:25])
-    setting = Setting(
+    setting = StudySetting(
         "mnist",
         "x",
         0.5,
@@ -168,8 +167,8 @@ def test_the_course_ends_where_the_run_ends_and_does_not_change_it(ema: float) -
     assert len({setting.key, replace(setting, course=3).key}) == 2
 
 
-def test_weights_are_put_back() -> None:
+def test_swapped_weights_are_restored() -> None:
     weights = [torch.ones(2, requires_grad=True)]
-    with holding(weights, [torch.zeros(2)]):
+    with swapped(weights, [torch.zeros(2)]):
         assert weights[0].tolist() == [0, 0]
     assert weights[0].tolist() == [1, 1] and weights[0].requires_grad

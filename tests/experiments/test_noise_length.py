@@ -1,4 +1,4 @@
-"""ρ and the sweeps by hand; a tiny experiment from end to end, resumed; wrong use."""
+"""The noise length and the sweeps; a tiny experiment from end to end; wrong use."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from experiments.noise_length import (
+from experiments.common.digits import DigitsResult
+from experiments.common.options import ReproduceOptions
+from experiments.common.setting import StudySetting
+from experiments.noise_length import experiment
+from experiments.noise_length.experiment import (
     DIGITS,
     KFC,
     POST,
     SGD,
-    Point,
-    Run,
-    Sweep,
+    NoiseLengthRun,
+    RateSweep,
+    SweepPoint,
     digits_sweeps,
     kind_of,
     length_per_rate,
@@ -25,19 +29,15 @@ from experiments.noise_length import (
     summary,
     train,
 )
-from experiments.on_digits import Result
-from experiments.options import ReproduceOptions
-from experiments.setting import Setting
 from rich.console import Console
 
 import dpkfc
-from experiments import noise_length as experiment
 
-TRY = Setting("mnist", "dp-sgd", 0.1, epsilon=3.0, batch_size=512)
+TRY = StudySetting("mnist", "dp-sgd", 0.1, epsilon=3.0, batch_size=512)
 STEPS = 20
 
 
-def row(setting: Setting, last: float = 0.5, average: float | None = 0.4) -> dict[str, Any]:
+def row(setting: StudySetting, last: float = 0.5, average: float | None = 0.4) -> dict[str, Any]:
     result = {
         "last": last,
         "average": average,
@@ -49,9 +49,15 @@ def row(setting: Setting, last: float = 0.5, average: float | None = 0.4) -> dic
     return {"key": setting.key, "setting": asdict(setting), "result": result}
 
 
-def sweep(kind: str = KFC, *points: tuple[float, float, float]) -> Sweep:
-    return Sweep(
-        kind, "mnist, paper_cnn", "arm", 1.0, 256, 100, tuple(Point(*point) for point in points)
+def sweep(kind: str = KFC, *points: tuple[float, float, float]) -> RateSweep:
+    return RateSweep(
+        kind,
+        "mnist, paper_cnn",
+        "arm",
+        1.0,
+        256,
+        100,
+        tuple(SweepPoint(*point) for point in points),
     )
 
 
@@ -59,8 +65,8 @@ RISING = sweep(KFC, (0.1, 1.0, 0.5), (0.2, 2.0, 0.7), (0.4, 4.0, 0.8))
 PEAKED = sweep(KFC, (1.0, 0.5, 0.5), (2.0, 1.0, 0.9), (8.0, 4.0, 0.7))
 
 
-def test_the_noise_length_by_hand() -> None:
-    """Momentum .9 makes Σ_s (1 + .9 + … + .9^(t-s)) z_s of unit noise until step t."""
+def test_the_noise_length() -> None:
+    """With momentum .9, unit noise adds up to Σ_s (1 + .9 + … + .9^(t-s)) z_s until step t."""
     plan = dpkfc.Plan.make(
         records=55_000, batch_size=512, steps=STEPS, clip=1.0, epsilon=3.0, delta=1e-5
     )
@@ -96,14 +102,10 @@ def test_correlated_noise_has_its_own_length() -> None:
     assert ratio == pytest.approx(candidates[0].rmse / candidates[1].rmse)
 
 
-def test_the_recipe_reaches_the_length_that_it_is_asked_for() -> None:
-    """The preset's formula and this module's are one."""
-    run = {
-        "records": 55_000,
-        "batch_size": 30_000,
-        "epsilon": 3.0,
-        "delta": 1e-5,
-    }  # too large for correlated noise
+def test_the_recipe_reaches_the_requested_length() -> None:
+    """The formulas of the preset and of this module agree."""
+    # The batch is too large for correlated noise.
+    run = {"records": 55_000, "batch_size": 30_000, "epsilon": 3.0, "delta": 1e-5}
     recipe = dpkfc.recipe(experiment.paper_cnn(), **run, epochs=10, noise_length=4.0)
     per_rate = length_per_rate(replace(TRY, batch_size=30_000), recipe.arguments["steps"])
     assert recipe.lr * per_rate == pytest.approx(4.0)
@@ -143,7 +145,7 @@ def test_sweeps_are_tries_that_differ_only_in_the_learning_rate(tmp_path: Path) 
     per_rate = length_per_rate(TRY, STEPS)
     for name in ("dp-sgd, dp-sgd", "dp-sgd, dp-kfc"):
         assert found[name].points == tuple(
-            Point(lr, pytest.approx(lr * per_rate), lr) for lr in sorted(rates)
+            SweepPoint(lr, pytest.approx(lr * per_rate), lr) for lr in sorted(rates)
         )
     assert found["dp-sgd, clip 0.1, dp-sgd"].best.length == pytest.approx(0.04 * per_rate)
 
@@ -156,8 +158,8 @@ def test_kinds_of_sweeps() -> None:
 
 
 def test_accuracy_at_a_length_is_interpolated_in_its_logarithm() -> None:
-    assert RISING.best == Point(0.4, 4.0, 0.8) and RISING.at_edge
-    assert PEAKED.best == Point(2.0, 1.0, 0.9) and not PEAKED.at_edge
+    assert RISING.best == SweepPoint(0.4, 4.0, 0.8) and RISING.at_edge
+    assert PEAKED.best == SweepPoint(2.0, 1.0, 0.9) and not PEAKED.at_edge
     assert RISING.at(2.0) == pytest.approx(0.7) and RISING.loss == pytest.approx(0.1)
     assert PEAKED.at(2.0) == pytest.approx(0.8), "half way from 1 to 4"
     assert RISING.at(0.9) is None and RISING.at(4.1) is None
@@ -193,14 +195,14 @@ def test_the_summary_and_the_table() -> None:
 
 
 def test_sweeps_on_the_digits_are_means_over_the_seeds() -> None:
-    def result(run: Run) -> Result:
+    def result(run: NoiseLengthRun) -> DigitsResult:
         mean = 0.5 + run.noise_length / 10 + (run.seed - 2) / 100
-        return Result(
+        return DigitsResult(
             0.0, mean, run.epsilon, "independent Gaussian", 1.0, 199, run.noise_length / run.epsilon
         )
 
     runs = [
-        Run("mlp", epsilon, length, seed)
+        NoiseLengthRun("mlp", epsilon, length, seed)
         for epsilon in (1.0, 3.0)
         for length in (2.0, 1.0)
         for seed in (1, 2, 3)
@@ -213,16 +215,16 @@ def test_sweeps_on_the_digits_are_means_over_the_seeds() -> None:
         3.0,
     )
     assert first.points == (
-        Point(1.0, 1.0, pytest.approx(0.6)),
-        Point(2.0, 2.0, pytest.approx(0.7)),
+        SweepPoint(1.0, 1.0, pytest.approx(0.6)),
+        SweepPoint(2.0, 2.0, pytest.approx(0.7)),
     )
     assert second.points[1].lr == pytest.approx(2 / 3)
 
 
 def test_from_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained: list[Run] = []
+    trained: list[NoiseLengthRun] = []
 
-    def few_steps(run: Run, device: str) -> Result:
+    def few_steps(run: NoiseLengthRun, device: str) -> DigitsResult:
         trained.append(run)
         return train(replace(run, epochs=1.0, batch_size=600))
 
@@ -233,7 +235,9 @@ def test_from_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     recorded = tmp_path / "recorded"
     recorded.mkdir()
     tries = [replace(TRY, lr=lr) for lr in (0.1, 0.2, 0.4)]
-    (recorded / "mnist.jsonl").write_text("".join(json.dumps(row(one)) + "\n" for one in tries))
+    (recorded / "mnist.jsonl").write_text(
+        "".join(json.dumps(row(setting)) + "\n" for setting in tries)
+    )
     out = tmp_path / "new" / "lengths.jsonl"
     experiment.main(["--results", str(recorded), "--out", str(out)])
     lines = out.read_text().splitlines()
@@ -257,14 +261,14 @@ def test_from_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "paper_cnn" not in out.with_suffix(".md").read_text()
 
 
-def test_reproduced_on_what_the_folder_holds(
+def test_reproduced_with_the_sweeps_in_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(experiment, "SEEDS", (1,))
     monkeypatch.setattr(
         experiment, "train", lambda run, device: train(replace(run, epochs=1.0, batch_size=600))
     )
-    experiment.run(ReproduceOptions(tmp_path, Console(width=400), quick=True))
+    experiment.reproduce(ReproduceOptions(tmp_path, Console(width=400), quick=True))
     shown = capsys.readouterr().out
     assert (
         f"`dpkfc reproduce geometry --out {tmp_path}/geometry`" in shown and "correlated" in shown
@@ -277,14 +281,14 @@ def test_reproduced_on_what_the_folder_holds(
     (tmp_path / "geometry").mkdir()
     tries = [replace(TRY, lr=lr) for lr in (0.1, 0.2, 0.4)]
     (tmp_path / "geometry" / "results.jsonl").write_text(
-        "".join(json.dumps(row(one)) + "\n" for one in tries)
+        "".join(json.dumps(row(setting)) + "\n" for setting in tries)
     )
-    experiment.run(ReproduceOptions(tmp_path, Console(width=400), quick=True))
+    experiment.reproduce(ReproduceOptions(tmp_path, Console(width=400), quick=True))
     assert "dpkfc reproduce geometry" not in capsys.readouterr().out
     assert "| mnist, paper_cnn | dp-sgd | 3 | 512 |" in (tmp_path / "quick.md").read_text()
     (tmp_path / "quick.jsonl").write_text("{")
-    with pytest.raises(dpkfc.PrivacyError, match="cut off"):
-        experiment.run(ReproduceOptions(tmp_path, Console(quiet=True), quick=True))
+    with pytest.raises(ValueError, match="cut off"):
+        experiment.reproduce(ReproduceOptions(tmp_path, Console(quiet=True), quick=True))
 
 
 def test_wrong_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

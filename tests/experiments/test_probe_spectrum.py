@@ -1,4 +1,4 @@
-"""Probes that differ in one choice, tasks with arms of their own, and answers computed from the runs."""
+"""Probes differ in one property; the effects are computed from the runs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from experiments.probe_spectrum import KINDS, QUESTIONS, STUDY, answers, probe, report
-from experiments.setting import Result, Setting
-from experiments.study import Row, finals, tries
+from experiments.common.setting import StudyResult, StudySetting
+from experiments.common.study import Row, finals, tries
+from experiments.probe_spectrum.experiment import KINDS, QUESTIONS, STUDY, answers, probe, report
 from rich.console import Console
 
 import dpkfc
@@ -29,7 +29,7 @@ def drawn(kind: str, alpha: float, scaling: Scaling, channels: int = 3) -> torch
 
 @pytest.mark.parametrize("scaling", ["unit", "centred"])
 @pytest.mark.parametrize("alpha", [0.0, 2.0])
-def test_kinds_are_of_one_size_and_differ_in_brightness(scaling: Scaling, alpha: float) -> None:
+def test_kinds_have_equal_size_and_differ_in_brightness(scaling: Scaling, alpha: float) -> None:
     images = {kind: drawn(kind, alpha, scaling) for kind in ("dark", "bright", "varying", "colour")}
     brightness = {kind: x.mean((1, 2, 3)) for kind, x in images.items()}
     sizes = {kind: float(x.square().mean().sqrt()) for kind, x in images.items()}
@@ -42,13 +42,13 @@ def test_kinds_are_of_one_size_and_differ_in_brightness(scaling: Scaling, alpha:
     assert brightness["varying"].std() > (0.1 if alpha else 0.01) * sizes["bright"]
 
 
-def test_only_in_colour_are_channels_alike() -> None:
+def test_only_colour_has_correlated_channels() -> None:
     for kind, expected in (("bright", 0.0), ("colour", 0.9)):
         x = drawn(kind, 0.0, "centred").transpose(0, 1).flatten(1)
         assert float(torch.corrcoef(x)[0, 1]) == pytest.approx(expected, abs=0.03)
 
 
-def test_a_task_has_the_arms_of_its_kinds_and_they_share_all_but_the_probe() -> None:
+def test_arms_of_a_task_differ_only_in_the_probe() -> None:
     for task, kinds in KINDS.items():
         settings = tries(STUDY, task, STUDY.arms)
         assert len(settings) == 2 + sum(map(len, kinds.values()))
@@ -64,18 +64,21 @@ def test_every_question_can_be_answered_somewhere() -> None:
 
 
 def rows_of(task: str) -> list[Row]:
-    """Accuracy .8, with .04 more if pink, .02 more if bright, .01 more with channels alike; less for later seeds."""
+    """Make runs of accuracy .8, plus .04 if pink, .02 if bright, .01 with correlated channels.
 
-    def row(setting: Setting, accuracy: float) -> Row:
-        result = Result(accuracy, None, 1.0, 0.8, 10, 1.0)
+    Later seeds have less.
+    """
+
+    def row(setting: StudySetting, accuracy: float) -> Row:
+        result = StudyResult(accuracy, None, 1.0, 0.8, 10, 1.0)
         return json.loads(
             json.dumps({"key": setting.key, "setting": asdict(setting), "result": asdict(result)})
         )
 
     def outcome(arm: str) -> float:
         kind, _, alpha = arm.partition(" ")
-        worth = {"bright": 0.02, "colour": 0.03, "oracle": 0.1, "dp-sgd": -0.1}.get(kind, 0.0)
-        return 0.8 + worth + (0.02 * min(float(alpha), 2.0) if alpha else 0.0)
+        effect = {"bright": 0.02, "colour": 0.03, "oracle": 0.1, "dp-sgd": -0.1}.get(kind, 0.0)
+        return 0.8 + effect + (0.02 * min(float(alpha), 2.0) if alpha else 0.0)
 
     arms = STUDY.grid(task)
     rows = [row(setting, 0.5) for setting in tries(STUDY, task, arms)]
@@ -84,7 +87,7 @@ def rows_of(task: str) -> list[Row]:
     ]
 
 
-def test_the_answers_are_computed(tmp_path: Path) -> None:
+def test_the_effects_are_computed(tmp_path: Path) -> None:
     rows = rows_of("mnist mlp") + rows_of("cifar-10 cnn")
     found = {name: difference.mean for name, difference in answers(STUDY, rows).items()}
     assert found["mnist mlp", "pink, not white"] == pytest.approx(4)

@@ -1,0 +1,1 @@
+"""Code that several experiments share: runs, studies, figures, data sets, options."""

@@ -1,0 +1,4 @@
+"""What happens to correlated noise when noisy gradients are rescaled on their way?
+
+dpkfc reproduce rescaling
+"""
