@@ -1,24 +1,16 @@
-"""`dpkfc demo`: a small CNN on real digits, trained privately by DP-SGD and by DP-KFC while you watch.
-
-`dpkfc reproduce demo` repeats it over five seeds.
-"""
+"""`dpkfc demo`: a small CNN on handwritten digits, trained privately by DP-SGD and by DP-KFC."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 import torch
 import torch.nn.functional as F
-from experiments.figures import finish, new_figure
-from experiments.options import ReproduceOptions
-from experiments.setting import accuracy
-from experiments.study import read
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import TensorDataset
@@ -30,20 +22,22 @@ from dpkfc.app.readers.digits import digits
 from dpkfc.app.readers.records import on_device
 from dpkfc.app.reports.accuracy_table import mean_and_spread
 from dpkfc.app.reports.experiment_report import publish
+from dpkfc.app.reports.figures import finish, new_figure
 from dpkfc.app.reports.progress import bar
 from dpkfc.app.reports.run_report import write_report
 from dpkfc.app.reports.text import markdown_table
+from dpkfc.app.workflow.evaluation import accuracy
 from dpkfc.geometry.identity import Geometry
 
-BATCH_SIZE, MOMENTUM = 256, 0.9
-EPSILON, DELTA, EPOCHS, QUICK_EPOCHS, SEEDS = 3.0, 1e-5, 40.0, 4.0, (0, 1, 2, 3, 4)
-LOOKS = 25  # at the test accuracy on the way
+BATCH_SIZE = 256
+MOMENTUM = 0.9
+EVALUATIONS = 25  # of the test accuracy, during a run
 COLOURS = {"DP-SGD": "#0072B2", "DP-KFC": "#E69F00"}
 
 
 @dataclass(frozen=True)
 class Method:
-    """What sets one method apart: its geometry, and the clip and learning rate that suit it."""
+    """A geometry, with the clip and the learning rate that suit it."""
 
     name: str
     geometry: Callable[[], Geometry]
@@ -57,7 +51,8 @@ def kfc() -> Geometry:
     )
 
 
-# Each at the best of five learning rates, by three runs without the last 300 training records, measured on those.
+# Each method has the best of five learning rates, by three runs without the last 300 training
+# records, scored on those records.
 METHODS = (
     Method("DP-SGD", dpkfc.Identity, learning_rate=0.25, clip=0.3),
     Method("DP-KFC", kfc, learning_rate=0.05, clip=1.0),
@@ -74,7 +69,7 @@ class Outcome:
     noise_multiplier: float
     steps: int
     samples_per_second: float
-    course: list[tuple[int, float]]  # test accuracy after so many steps
+    course: list[tuple[int, float]]  # (steps, test accuracy) during the run
 
 
 def run_demo(
@@ -85,14 +80,15 @@ def run_demo(
     console: Console,
     device: str = "cpu",
 ) -> list[Outcome]:
-    """Train each method on the digits at the same budget, with a progress bar, and print the table."""
+    """Train each method on the digits at the same budget, and print the table."""
     train_set, test_set = digits()
     outcomes = [
         train(method, train_set, test_set, epsilon, delta, epochs, seed, console, device)
         for method in METHODS
     ]
-    seeded = "" if seed is None else f", seed {seed}"
-    table = Table(title=f"digits: 1,437 records, delta = {delta:g}{seeded}", title_justify="left")
+    seed_note = "" if seed is None else f", seed {seed}"
+    title = f"digits: 1,437 records, delta = {delta:g}{seed_note}"
+    table = Table(title=title, title_justify="left")
     table.add_column("method")
     for heading in ("test accuracy", "epsilon spent", "sigma", "steps", "samples/s"):
         table.add_column(heading, justify="right")
@@ -120,13 +116,13 @@ def train(
     console: Console,
     device: str,
 ) -> Outcome:
-    """A plain PyTorch loop; `make_private` is the only line that is not."""
+    """An ordinary PyTorch loop, made private by `make_private`."""
     if seed is not None:
         torch.manual_seed(seed)
     model = digits_cnn().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=method.learning_rate, momentum=MOMENTUM)
     with console.status("calibrating the noise"):
-        private = dpkfc.make_private(
+        run = dpkfc.make_private(
             model,
             optimizer,
             on_device(train_set, device),
@@ -139,60 +135,38 @@ def train(
             seed=seed,
             loss=dpkfc.losses.cross_entropy,
         )
-    console.print(private.plan)
-    steps, seconds, course = private.plan.steps, 0.0, []
-    stops = {round(steps * part / LOOKS) for part in range(1, LOOKS + 1)}
-    begun = time.perf_counter()
+    console.print(run.plan)
+    course: list[tuple[int, float]] = []
+    evaluated = {
+        round(run.plan.steps * number / EVALUATIONS) for number in range(1, EVALUATIONS + 1)
+    }
+    seconds = 0.0  # without those of the evaluations
+    resumed = time.perf_counter()
     with bar(console) as progress:
-        task = progress.add_task(method.name, total=steps)
-        for images, labels in private.loader:
+        task = progress.add_task(method.name, total=run.plan.steps)
+        for images, labels in run.loader:
             loss = F.cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            progress.update(task, completed=private.steps)
-            if private.steps in stops:
-                seconds += time.perf_counter() - begun
-                course.append((private.steps, accuracy(model, *test_set.tensors)))
-                begun = time.perf_counter()
+            progress.update(task, completed=run.steps)
+            if run.steps in evaluated:
+                seconds += time.perf_counter() - resumed
+                course.append((run.steps, accuracy(model, *test_set.tensors)))
+                resumed = time.perf_counter()
     return Outcome(
         method.name,
         course[-1][1],
-        private.epsilon(),
-        private.plan.noise_multiplier,
-        private.steps,
-        private.not_private.samples / seconds,
+        run.epsilon(),
+        run.plan.noise_multiplier,
+        run.steps,
+        run.not_private.samples / seconds,
         course,
     )
 
 
-def run(order: ReproduceOptions) -> None:
-    """The demo once a seed; quick: one seed, a tenth as long."""
-    seeds, epochs, console = (
-        order.seeds(SEEDS),
-        QUICK_EPOCHS if order.quick else EPOCHS,
-        order.console,
-    )
-    file = order.out / ("quick.jsonl" if order.quick else "demo.jsonl")
-    try:
-        order.out.mkdir(parents=True, exist_ok=True)
-        done = {row["seed"]: [Outcome(**one) for one in row["methods"]] for row in read(file)}
-        for seed in seeds:
-            if seed not in done:
-                done[seed] = run_demo(EPSILON, DELTA, epochs, seed, console, order.device)
-                with file.open("a") as opened:
-                    opened.write(
-                        json.dumps({"seed": seed, "methods": [asdict(one) for one in done[seed]]})
-                        + "\n"
-                    )
-        found = [done[seed] for seed in seeds]
-        publish(file, markdown(found, DELTA, file.stem), console, partial(plot, found), order.quick)
-    except (OSError, ValueError) as error:
-        raise dpkfc.PrivacyError(str(error)) from error
-
-
-def keep(outcomes: Sequence[Outcome], delta: float, out: Path) -> Path:
-    """The table and the picture of one demo, in a folder; the report of both."""
+def save_report(outcomes: Sequence[Outcome], delta: float, out: Path) -> Path:
+    """Write the table, the figure and the report of one demo into a folder; returns the report."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         publish(
@@ -202,45 +176,41 @@ def keep(outcomes: Sequence[Outcome], delta: float, out: Path) -> Path:
             partial(plot, [outcomes]),
         )
     except OSError as error:
-        raise dpkfc.PrivacyError(f"--out {out}: {error}") from error
+        raise OSError(f"--out {out} cannot be used ({error}): choose another folder") from error
     return write_report(out)
 
 
-def markdown(seeds: Sequence[Sequence[Outcome]], delta: float, picture: str) -> str:
-    """A line a method, and its course."""
+def markdown(seeds: Sequence[Sequence[Outcome]], delta: float, figure: str) -> str:
+    """The table with one line per method, over the outcomes of one or more seeds."""
     lines = []
     for rows in zip(*seeds, strict=True):
-        every = ", ".join(f"{100 * row.accuracy:.1f}" for row in rows)
-        lines.append(
-            [
-                rows[0].method,
-                mean_and_spread([row.accuracy for row in rows]),
-                every,
-                str(rows[0].steps),
-            ]
-        )
+        accuracies = [row.accuracy for row in rows]
+        each = ", ".join(f"{100 * value:.1f}" for value in accuracies)
+        lines.append([rows[0].method, mean_and_spread(accuracies), each, str(rows[0].steps)])
     table = markdown_table(["method", "test %", "each seed", "steps"], lines)
     remark = (
-        f"digits_cnn on 1,437 digits, tested on 360; epsilon {round_up(seeds[0][0].epsilon)}, delta {delta:g}; mean ± "
-        "standard deviation over the seeds (their number). Each method has the best of five learning rates, chosen on "
-        "held-out training records, which is not charged."
+        f"digits_cnn on 1,437 digits, tested on 360; epsilon {round_up(seeds[0][0].epsilon)}, "
+        f"delta {delta:g}; mean ± standard deviation over the seeds (their number). Each method "
+        "has the best of five learning rates, chosen on held-out training records; this choice is "
+        "not charged."
     )
-    course = (
-        f"![test accuracy along the steps: the mean, and from the least to the most]({picture}.png)"
-    )
+    caption = f"![test accuracy over the steps: mean and range over the seeds]({figure}.png)"
     title = "The demo" + (" over several seeds" if len(seeds) > 1 else "")
-    return f"# {title}\n\n{table}\n\n{remark}\n\n{course}\n"
+    return f"# {title}\n\n{table}\n\n{remark}\n\n{caption}\n"
 
 
 def plot(seeds: Sequence[Sequence[Outcome]], file: Path) -> None:
-    """Test accuracy along the steps: the mean over the seeds, and from the least to the most as a band."""
+    """Test accuracy over the steps: the mean over the seeds, and their range as a band."""
     figure, [[panel]] = new_figure(1, 1, 7, 4.4)
     for rows in zip(*seeds, strict=True):
         steps = [step for step, _ in rows[0].course]
-        values = list(zip(*([100 * right for _, right in row.course] for row in rows), strict=True))
-        low, middle, high = ([function(some) for some in values] for function in (min, fmean, max))
+        courses = [[100 * value for _, value in row.course] for row in rows]
+        by_step = list(zip(*courses, strict=True))
+        mean = [fmean(values) for values in by_step]
+        low = [min(values) for values in by_step]
+        high = [max(values) for values in by_step]
         colour = COLOURS[rows[0].method]
-        panel.plot(steps, middle, color=colour, label=rows[0].method, marker="o", markersize=3)
+        panel.plot(steps, mean, color=colour, label=rows[0].method, marker="o", markersize=3)
         panel.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
     spent = round_up(seeds[0][0].epsilon)
     panel.set(
