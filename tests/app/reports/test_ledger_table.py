@@ -1,4 +1,4 @@
-"""The ledger on terminals of any width: nothing that matters is cut off; each run at its own delta."""
+"""The ledger on terminals of any width: nothing is cut off; each run at its own delta."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dpkfc.accounting.calibrate import epsilon_spent
 from dpkfc.accounting.events import Mechanism
 from dpkfc.accounting.ledger import LedgerRun
 from dpkfc.accounting.rounding import round_up
+from dpkfc.accounting.unchecked import NOT_CHECKED
 from dpkfc.app.reports.ledger_table import ledger_tables
-from dpkfc.planning.plan import NOT_CHECKED
 
 PLAN = Mechanism(0.5, 16.0, 10_000)
 RUN = LedgerRun(

@@ -276,7 +276,7 @@ def _unpack(members: str, archive: Path, target: Path, console: Console) -> None
         os.replace(fresh, target)
     except tarfile.TarError as problem:
         raise OSError(
-            f"the archive for {target} cannot be unpacked ({problem}): try again"
+            f"the archive for {target} cannot be unpacked ({str(problem).splitlines()[0]}): try again"
         ) from problem
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
