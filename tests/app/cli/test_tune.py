@@ -64,7 +64,7 @@ PUBLIC = ("tune", "a.npz", *QUICK, *WHOLE, "--epochs", "2,4", "--public", "--out
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with two .npz files in which the first feature determines the class."""
+    """The working directory, with two .npz files whose first feature determines the class."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(dpkfc.Plan, "epsilon", EPSILON)  # the same few plans again and again
     monkeypatch.setattr(release, "draw_figures", lambda *arguments: None)

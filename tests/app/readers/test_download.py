@@ -172,6 +172,8 @@ def test_an_archive_that_is_none_leaves_nothing(
 
 
 def test_names_that_are_not_known(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'minst' cannot be fetched \(did you mean 'mnist'\?\)"):
+        fetch("minst", tmp_path, QUIET)
     with pytest.raises(ValueError, match="'letters' cannot be fetched: choose from mnist"):
         fetch("letters", tmp_path, QUIET)
 

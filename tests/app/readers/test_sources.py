@@ -384,6 +384,21 @@ def test_arrays_that_cannot_be(
         load(tmp_path / "a.npz", **options)
 
 
+@pytest.mark.parametrize(
+    ("misspelt", "meant"), [("fasion-mnist", "fashion-mnist"), ("CIFAR10", "cifar-10")]
+)
+def test_the_nearest_known_name_is_suggested(misspelt: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=rf"there is no {misspelt} \(did you mean '{meant}'\?\)"):
+        load(misspelt)
+
+
+def test_the_nearest_column_is_suggested(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no column 'sick' .*: it has 'id'"):
+        load(table(tmp_path), target="sick", schema={**SCHEMA, "sick": ["no", "yes"]})
+    with pytest.raises(ValueError, match=r"no column 'Ill' .* \(did you mean 'ill'\?\)"):
+        load(table(tmp_path), target="Ill", schema={**SCHEMA, "Ill": ["no", "yes"]})
+
+
 def test_places_that_hold_no_data(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.doc").touch()

@@ -34,4 +34,7 @@ def ledger(
     from dpkfc.app.reports.epsilon_cache import EpsilonCache
     from dpkfc.app.reports.ledger_table import ledger_tables
 
-    Console().print(ledger_tables(read(path), delta, EpsilonCache().epsilon))
+    console = Console()
+    with console.status("composing the runs"):
+        tables = ledger_tables(read(path), delta, EpsilonCache().epsilon)
+    console.print(tables)

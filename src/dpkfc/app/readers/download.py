@@ -275,8 +275,9 @@ def _unpack(members: str, archive: Path, target: Path, console: Console) -> None
             raise OSError(f"the archive for {target} holds none of the expected files")
         os.replace(fresh, target)
     except tarfile.TarError as problem:
+        reason = str(problem).splitlines()[0]
         raise OSError(
-            f"the archive for {target} cannot be unpacked ({str(problem).splitlines()[0]}): try again"
+            f"the archive for {target} cannot be unpacked ({reason}): try again"
         ) from problem
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
