@@ -103,7 +103,7 @@ class LedgerRun:
     delta: float | None = None  # at which its own epsilon is stated, if that was said
     unchecked: tuple[
         str, ...
-    ] = ()  # what its epsilon relies on and nobody checked: keys of dpkfc.accounting.unchecked.NOT_CHECKED
+    ] = ()  # what its epsilon relies on and nobody checked: keys of dpkfc.planning.plan.NOT_CHECKED
 
     @property
     def spent(self) -> Mechanism:
