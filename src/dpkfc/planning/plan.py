@@ -19,7 +19,6 @@ from dpkfc.accounting.calibrate import Accountant, calibrate_noise, epsilon_spen
 from dpkfc.accounting.events import Mechanism
 from dpkfc.accounting.rounding import round_up
 from dpkfc.accounting.selection import BestOf
-from dpkfc.accounting.unchecked import NOT_CHECKED, Unchecked
 from dpkfc.app.reports.text import as_text
 from dpkfc.clipping import MARGIN, SMALLEST_CLIP, SMALLEST_GAMMA, AutomaticClipping
 from dpkfc.errors import PrivacyError
@@ -28,6 +27,15 @@ from dpkfc.noise.grid import DIAGONAL, spacing
 from dpkfc.noise.sensitivity import Participation
 
 Sampling = Literal["poisson", "cyclic-poisson", "min-separated"]
+Unchecked = Literal["loss", "model", "seed", "ledger", "records", "public data"]
+NOT_CHECKED: dict[Unchecked, str] = {
+    "loss": 'loss="unchecked": nobody tried whether the loss keeps the records apart, as epsilon assumes',
+    "model": "check=False: nobody tried in the loop whether model and loss keep the records apart, as epsilon assumes",
+    "seed": "the noise comes from a seed: whoever knows it can subtract the noise",
+    "ledger": "no ledger: other runs on the same records are not part of this epsilon, nor are steps lost in a crash",
+    "records": "records= was not given: the number of records is that of the data set, and is treated as public",
+    "public data": "only a sample of the public records was compared with the private ones",
+}
 NAMES: dict[Sampling, str] = {
     "poisson": "Poisson",
     "cyclic-poisson": "cyclic Poisson",
