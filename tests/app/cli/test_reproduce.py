@@ -55,7 +55,7 @@ def given(printed: str) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("arguments", "passed"),
     [
-        ([], []),
+        ([], ["--help"]),
         (["fig1"], ["fig1", "--device", "cpu"]),
         (
             [

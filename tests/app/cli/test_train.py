@@ -395,7 +395,7 @@ def test_a_budget_for_all_runs_is_kept_in_the_ledger(budget: str, delta: float) 
     assert second.exit_code == 2 and "3.5 is allowed" in second.stderr
     assert not Path("second").exists()
     third = run(*TABLE, *LEDGER, "--budget", "9,1e-3", "--out", "third")
-    assert third.exit_code == 2 and "a budget stays" in third.stderr
+    assert third.exit_code == 2 and "keeps epsilon = 3.5 at delta = 0.001" in third.stderr
     again = run(*TABLE, *LEDGER, "--budget", budget, "--out", "first")
     assert again.exit_code == 0 and "this run is finished" in again.stdout
 

@@ -66,8 +66,9 @@ def reproduce(
     [cyan]dpkfc reproduce table1 --data-dir DATA[/cyan]   private optimizers on MNIST: many hours
     """
     given = {"--data-dir": data_dir, "--out": out, "--seed": seed}
-    arguments = [] if name is None else [name, "--device", device]
-    arguments += ["--quick"] * quick
+    if name is None:
+        raise typer.Exit(run_experiments(["--help"]))  # it lists the names
+    arguments = [name, "--device", device] + ["--quick"] * quick
     for option, value in given.items():
         if value is not None:
             arguments += [option, str(value)]
