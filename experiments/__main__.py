@@ -131,8 +131,8 @@ def run_experiment(
         )
     # Imported here, so that --help answers without loading torch.
     from dpkfc.app.reports.run_report import write_report
-    from dpkfc.app.workflow.fit import check_device, check_seed
     from dpkfc.app.workflow.run_folder import check_folder
+    from dpkfc.app.workflow.settings import check_device, check_seed
     from experiments.common.options import ReproduceOptions
 
     check_device(device)

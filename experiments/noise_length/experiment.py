@@ -33,7 +33,7 @@ from dpkfc.app.models import digits_cnn, mlp, paper_cnn
 from dpkfc.app.reports.experiment_report import publish
 from dpkfc.app.reports.text import markdown_table
 from dpkfc.planning.choose_noise import evaluate
-from dpkfc.planning.recipe import NOISE_LENGTH, size
+from dpkfc.planning.recipe import NOISE_LENGTH, count_units_and_parameters
 from experiments.common.arguments import EXPECTED_ERRORS, results_file
 from experiments.common.digits import HELD_OUT, DigitsResult, data, pink, train_all
 from experiments.common.digits import train as train_on_digits
@@ -240,7 +240,7 @@ def length_per_rate(setting: StudySetting, steps: int) -> float:
         epsilon=setting.epsilon,
         delta=setting.delta,
     )
-    units, parameters = size(paper_cnn())
+    units, parameters = count_units_and_parameters(paper_cnn())
     return setting.clip * candidate.rmse * math.sqrt(parameters / units)
 
 

@@ -37,8 +37,9 @@ from dpkfc import clipping
 from dpkfc import random as rng
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.app.readers.sources import Loaded
-from dpkfc.app.workflow import fit as training
-from dpkfc.app.workflow.fit import Settings, fit
+from dpkfc.app.workflow import release
+from dpkfc.app.workflow.fit import fit
+from dpkfc.app.workflow.settings import Settings
 from dpkfc.losses import cross_entropy
 
 GRID = 1 / 32  # the coarsest grid of released gradients, in standard deviations of the noise
@@ -800,7 +801,7 @@ def test_the_epsilon_of_a_result_is_that_of_the_run(
     """Kills: training.py `fit` or `release` with an epsilon that is 1 % too low, or that of fewer steps; the same in
     `_loop`, which writes metrics.jsonl; run.py `epsilon`, plan.py `epsilon` scaled by 0.99.
     """
-    monkeypatch.setattr(training, "draw_pictures", lambda *arguments: None)
+    monkeypatch.setattr(release, "draw_figures", lambda *arguments: None)
     records, batch_size, epochs, delta = 60, 20, 2, 1e-3
     train_part, test_part = table(records), table(20, seed=1)
     loaded = Loaded(

@@ -94,7 +94,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 import dpkfc
-from dpkfc.app.workflow import fit as training
+from dpkfc.app.workflow import release
+from dpkfc.app.workflow.fit import fit
+from dpkfc.app.workflow.settings import Settings
 from dpkfc.app.readers.sources import Loaded
 
 folder, where = Path(sys.argv[1]), sys.argv[2]
@@ -102,17 +104,17 @@ torch.set_num_threads(1)
 y = torch.arange(60) % 2
 data = torch.utils.data.TensorDataset(torch.rand(60, 4, generator=torch.Generator().manual_seed(0)) + y.view(-1, 1), y)
 loaded = Loaded(data, data, "tabular", (4,), 2, ("no", "yes"), (), dpkfc.probes.Tabular(4))
-settings = training.Settings(epsilon=3.0, delta=1e-3, epochs=4, batch_size=10, noise="independent",
-                             ledger=str(folder / "ledger.db"), dataset="people")
+settings = Settings(epsilon=3.0, delta=1e-3, epochs=4, batch_size=10, noise="independent",
+                    ledger=str(folder / "ledger.db"), dataset="people")
 
 def kill(*arguments):
     os.kill(os.getpid(), signal.SIGKILL)
 
 if where == "release":
-    training.correct = kill
-training.draw_pictures = lambda *arguments: None
-training.fit(loaded, settings, folder / "run", console=Console(),
-             on_step=lambda step: kill() if str(step) == where else None)
+    release.count_correct = kill
+release.draw_figures = lambda *arguments: None
+fit(loaded, settings, folder / "run", console=Console(),
+    on_step=lambda step: kill() if str(step) == where else None)
 """
 
 

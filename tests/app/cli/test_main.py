@@ -1,4 +1,4 @@
-"""The command line: what `dpkfc ledger` and `dpkfc plan` print, and how errors look."""
+"""The command line: `dpkfc ledger` and `dpkfc plan`, and the help of every command."""
 
 from __future__ import annotations
 
@@ -7,25 +7,19 @@ import re
 import subprocess
 import sys
 from contextlib import closing
-from importlib import import_module
-from inspect import signature
 from pathlib import Path
-from pkgutil import iter_modules
 
 import pytest
-from experiments.options import ReproduceOptions
 from rich.console import Console
 from typer.testing import CliRunner
 
 import dpkfc
-import experiments
 from dpkfc.accounting.calibrate import epsilon_spent
 from dpkfc.accounting.events import Mechanism
 from dpkfc.accounting.ledger import Ledger, LedgerRun
 from dpkfc.accounting.rounding import round_up
-from dpkfc.app.cli.main import EXPERIMENTS, app
+from dpkfc.app.cli.main import COMMANDS, app
 from dpkfc.app.reports.ledger_table import ledger_tables
-from dpkfc.app.workflow import demo as demo_experiment
 
 PLAN = Mechanism(1.0, 16.0, 100)
 STARTED = "2025-01-02T03:04:05+00:00"
@@ -215,37 +209,35 @@ def test_a_plan_that_cannot_be_is_refused(arguments: tuple[object, ...], message
     assert code == 2 and message in errors and len(errors.splitlines()) == 1
 
 
-def test_every_experiment_has_a_name() -> None:
-    """A module that holds a study, or runs an order, can be asked for, and what can be asked for is such a module."""
-    found = set()
-    for module in iter_modules(experiments.__path__):
-        content = import_module(f"experiments.{module.name}")
-        runs = hasattr(content, "run") and next(iter(signature(content.run).parameters)) == "order"
-        found |= {module.name} if runs or hasattr(content, "STUDY") else set()
-    assert found == set(EXPERIMENTS.values())
-
-
-def test_an_interrupted_experiment_says_how_it_goes_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def interrupted(order: ReproduceOptions) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(demo_experiment, "run", interrupted)
-    code, output, _ = run("reproduce", "demo", "--out", tmp_path)
-    assert code == 130 and f"what is done is in {tmp_path}" in output
-
-
-@pytest.mark.parametrize("command", [("demo",), ("reproduce", "demo")])
-def test_a_device_that_is_not_there_is_refused(command: tuple[str, ...]) -> None:
-    code, _, errors = run(*command, "--device", "cuda:7")
+def test_a_device_that_is_not_there_is_refused() -> None:
+    code, _, errors = run("demo", "--device", "cuda:7")
     assert code == 2 and "--device cuda:7 cannot be used" in errors and "choose from cpu" in errors
 
 
-def test_what_an_experiment_misses_is_said_in_one_line(tmp_path: Path) -> None:
-    result = CliRunner().invoke(
-        app, ["reproduce", "fig2", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out")]
-    )
-    assert (
-        result.exit_code == 2 and "is missing" in result.stderr and "Traceback" not in result.stderr
-    )
+@pytest.mark.parametrize("command", [command.__name__ for command in COMMANDS])
+def test_every_command_has_help_with_examples(command: str) -> None:
+    code, out, _ = run(command, "--help")
+    assert code == 0 and "Examples" in out and f"dpkfc {command}" in out
+
+
+@pytest.mark.parametrize(
+    ("command", "panels"),
+    [
+        ("train", ["Options", "Reading the data", "Training", "Privacy", "Computing"]),
+        ("tune", ["Options", "Tuning", "Reading the data", "Training", "Privacy", "Computing"]),
+        ("plan", ["Options", "Optimizer"]),
+        ("reproduce", ["Options", "Computing"]),
+    ],
+)
+def test_common_options_come_first(command: str, panels: list[str]) -> None:
+    _, out, _ = run(command, "--help")
+    assert re.findall(r"─ ([A-Z][\w ]+) ─", out)[1:] == panels  # after "Arguments"
+    assert out.index("--device" if "Computing" in panels else "--lr") > out.index("--help")
+
+
+def test_a_paragraph_of_help_is_broken_by_the_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    _, out, _ = run("train", "--help")
+    assert any(len(line.rstrip()) > 150 for line in out.split("Examples")[0].splitlines())

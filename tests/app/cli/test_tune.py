@@ -1,4 +1,4 @@
-"""`dpkfc tune`: what is tried, shown, charged and left behind, on public and on private data."""
+"""`dpkfc tune`: tries, output, charges and files, on public and on private data."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ import dp_accounting as dp
 import numpy as np
 import pytest
 import torch
-import typer
 from click.testing import Result
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.rdp import RdpAccountant
+from rich.console import Console
 from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
 import dpkfc
 from dpkfc.accounting.ledger import read
-from dpkfc.app.cli import train as cli_train
 from dpkfc.app.cli import tune as cli_tune
-from dpkfc.app.cli.main import Commands
+from dpkfc.app.cli.main import app
 from dpkfc.app.readers.sources import Loaded
-from dpkfc.app.workflow import fit as training
+from dpkfc.app.workflow import release
 from dpkfc.app.workflow import tune as tuning_runs
+from dpkfc.app.workflow.predict import restore
 from dpkfc.app.workflow.run_folder import locked
-from dpkfc.app.workflow.tune import Spread, hold_out
+from dpkfc.app.workflow.search_space import Interval
+from dpkfc.app.workflow.settings import Settings
+from dpkfc.app.workflow.tune import hold_out
 
 pytest.importorskip("optuna")
-app = typer.Typer(cls=Commands)
-cli_train.register(app)
-cli_tune.register(app)
 
 EPSILON = cache(dpkfc.Plan.epsilon)
 QUICK = (
@@ -65,10 +64,10 @@ PUBLIC = ("tune", "a.npz", *QUICK, *WHOLE, "--epochs", "2,4", "--public", "--out
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the commands run, with two files of arrays in which the first number tells the class."""
+    """The working directory, with two .npz files whose first feature determines the class."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(dpkfc.Plan, "epsilon", EPSILON)  # the same few plans again and again
-    monkeypatch.setattr(training, "draw_pictures", lambda *arguments: None)
+    monkeypatch.setattr(release, "draw_figures", lambda *arguments: None)
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     for name, count in (("a", 100), ("public", 40)):
@@ -79,16 +78,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The noise length of every try, as it is made; the score is 30, less the distance from 2, and there are 3."""
+    """The noise length of each try. There are 3 tries, with the score 30 - |noise length - 2|."""
     found: list[float] = []
-    run = tuning_runs.Work.run
+    run = tuning_runs.TuningJob.run
 
-    def spied(self: tuning_runs.Work, recipe: Any, number: int) -> Any:
+    def spied(self: tuning_runs.TuningJob, recipe: Any, number: int) -> Any:
         found.append(recipe.noise_length)
         return run(self, recipe, number)
 
-    monkeypatch.setattr(tuning_runs.Work, "run", spied)
-    monkeypatch.setattr(tuning_runs.Work, "right", lambda self, private: 30 - abs(found[-1] - 2))
+    monkeypatch.setattr(tuning_runs.TuningJob, "run", spied)
+    monkeypatch.setattr(
+        tuning_runs.TuningJob, "count_correct", lambda self, run: 30 - abs(found[-1] - 2)
+    )
     monkeypatch.setattr(dpkfc.tuning.BestOf, "draw", lambda self, generator: 3)
     return found
 
@@ -123,7 +124,7 @@ def test_every_try_on_public_data_is_shown_and_more_can_follow(tried: list[float
     assert found["accuracy"] == pytest.approx((30 - abs(best - 2)) / found["records"])
     assert f"dpkfc train SOURCE --epsilon 3 --rho {best:.3g} --epochs" in more.stdout
     text = Path("run/tries.md").read_text()
-    assert all(f"| {rho:.3g} |" in text for rho in tried) and "taken as public" in text
+    assert all(f"| {rho:.3g} |" in text for rho in tried) and "treated as public" in text
     assert "<h1>Tuning on public data: run</h1>" in Path("run/report.html").read_text()
     run(*PUBLIC, "--tries", 1, "--clip", "0.5,2")
     assert len(tried) == 4, "another command has tries of its own"
@@ -173,7 +174,7 @@ def test_a_budget_caps_the_tunings_of_a_data_set(tried: list[float]) -> None:
     for options, message in (
         ((*PRIVATE, "--budget", 8), "give --ledger FILE too"),
         ((*PRIVATE, "--ledger", "other.db", "--budget", "x"), "--budget x: give EPSILON"),
-        ((*PUBLIC, "--budget", 8), "leave out --ledger, --budget"),
+        ((*PUBLIC, "--budget", 8), "omit --ledger, --budget"),
     ):
         refused = run(*options)
         assert refused.exit_code == 2 and message in refused.stderr
@@ -184,25 +185,25 @@ def test_the_released_weights_are_those_of_the_best_try(
     tried: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: dict[float, dict[str, torch.Tensor]] = {}
-    run_ = tuning_runs.Work.run
+    run_ = tuning_runs.TuningJob.run
 
-    def keeping(self: tuning_runs.Work, recipe: Any, number: int) -> Any:
+    def keeping(self: tuning_runs.TuningJob, recipe: Any, number: int) -> Any:
         private = run_(self, recipe, number)
         kept[tried[-1]] = {
             name: value.clone() for name, value in private.model.state_dict().items()
         }
         return private
 
-    monkeypatch.setattr(tuning_runs.Work, "run", keeping)
+    monkeypatch.setattr(tuning_runs.TuningJob, "run", keeping)
     assert run(*PRIVATE).exit_code == 0
     best = min(tried, key=lambda rho: abs(rho - 2))
-    model = training.restore(Path("run"), some(20)).model
+    model = restore(Path("run"), some(20)).model
     assert all(torch.equal(value, kept[best][name]) for name, value in model.state_dict().items())
     assert len({tuple(weights["1.weight"].flatten().tolist()) for weights in kept.values()}) == 3
 
 
 def test_epsilon_is_the_price_of_the_whole_by_another_accountant(tried: list[float]) -> None:
-    """Held-out private records: the noise on the score is priced in."""
+    """Held-out private records: the price includes the noise on the score."""
     held_out = run(
         *PRIVATE, "--batch-size", 20, "--epochs", 1, "--validation", "0.3", "--score-noise", 20
     )
@@ -222,20 +223,16 @@ def test_epsilon_is_the_price_of_the_whole_by_another_accountant(tried: list[flo
         and result["epsilon"] <= 3
     )
     assert "plus noise of 20, priced in" in held_out.stdout
-    assert "nearly by lot" in held_out.stdout, "20 is much beside some 30 records"
+    assert "nearly random" in held_out.stdout, "20 is much beside some 30 records"
     assert 50 <= plan["records"] <= 90, "70 are expected, without those of the validation"
 
 
 def test_the_learning_rate_is_that_of_the_noise_which_there_is() -> None:
-    """ρ = lr · clip · rmse · √(parameters / units), with momentum .9, by hand."""
-    settings = training.Settings(
-        epsilon=3.0, delta=1e-3, epochs=3, batch_size=100, noise="independent"
-    )
+    """ρ = lr · clip · rmse · √(parameters / units), with momentum .9, computed independently."""
+    settings = Settings(epsilon=3.0, delta=1e-3, epochs=3, batch_size=100, noise="independent")
     held_out = hold_out(some(100), "public.npz", lambda path: some(20))
-    work = tuning_runs.prepare(
-        held_out, settings, {"rho": Spread(1, 4)}, training.Console(quiet=True)
-    )
-    found, plan = tuning_runs.priced(work, dpkfc.tuning.BestOf(2))
+    work = tuning_runs.prepare(held_out, settings, {"rho": Interval(1, 4)}, Console(quiet=True))
+    found, plan = tuning_runs.priced_recipe(work, dpkfc.tuning.BestOf(2))
     ways = [
         sum(sum(0.9**k for k in range(j)) ** 2 for j in range(1, t + 1))
         for t in range(1, plan.steps + 1)
@@ -260,20 +257,20 @@ def _single(plan: dpkfc.Plan) -> dict[str, Any]:
 def test_an_interrupted_tuning_goes_on_and_pays_once(
     tried: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spied = tuning_runs.Work.run
+    spied = tuning_runs.TuningJob.run
 
-    def interrupted(self: tuning_runs.Work, recipe: Any, number: int) -> Any:
+    def interrupted(self: tuning_runs.TuningJob, recipe: Any, number: int) -> Any:
         if len(tried) == 2:
             raise KeyboardInterrupt
         return spied(self, recipe, number)
 
     command = (*PRIVATE, "--ledger", "privacy.db")
     with monkeypatch.context() as patch:
-        patch.setattr(tuning_runs.Work, "run", interrupted)
+        patch.setattr(tuning_runs.TuningJob, "run", interrupted)
         stopped = run(*command)
     assert (
         stopped.exit_code == 130
-        and "The same command goes on" in stopped.stdout
+        and "The same command resumes" in stopped.stdout
         and len(tried) == 2
     )
     assert not Path("run/result.json").exists() and Path("run/secret").stat().st_mode & 0o077 == 0
@@ -307,7 +304,7 @@ def test_an_interrupted_release_is_repeated(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "correct", interrupted)
+        patch.setattr(release, "count_correct", interrupted)
         stopped = run(*command)
     assert stopped.exit_code == 130 and len(tried) == 3
     weights = Path("run/model.safetensors").read_bytes()
@@ -380,7 +377,7 @@ def test_one_record_less_moves_no_other() -> None:
         (("--validation", "1.5"), "--validation 1.5"),
         (("--validation", "nowhere.npz"), "there is no nowhere.npz"),
         (("--validation", "other.npz"), "they must agree"),
-        (("--score-noise", "3"), "need none"),
+        (("--score-noise", "3"), "needs no noise"),
         (("--device", "toaster"), "choose from cpu"),
         (("--epsilon", "-1"), "--epsilon -1"),
     ],

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 are read alike from all of their formats, and files that are damaged are refused."""
+"""CIFAR-10 and CIFAR-100 are read the same from all formats; damaged files are refused."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("data_batch_2.bin", b"abc", "3 bytes, not 3073 a record"),
+        ("data_batch_2.bin", b"abc", "3 bytes, which is no multiple of the 3073 bytes of a record"),
         ("test_batch.bin", bytes([10]) + bytes(3072), "not one of 0..9"),
         ("data_batch_5.bin", None, "data_batch_5.bin is missing"),
         ("train_lables.json", b"[1, 2]", "2 labels for 15 images"),
@@ -134,7 +134,7 @@ def test_cifar100_as_it_was_written(tmp_path: Path, kind: str, where: str) -> No
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("train.bin", b"abc", "3 bytes, not 3074 a record"),
+        ("train.bin", b"abc", "3 bytes, which is no multiple of the 3074 bytes of a record"),
         ("test.bin", bytes([0, 100]) + bytes(3072), "not one of 0..99"),
         ("test.bin", None, "test.bin is missing"),
         ("cifar100_test.webp", None, "cifar100_test.webp is missing"),

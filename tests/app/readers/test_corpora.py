@@ -1,4 +1,4 @@
-"""Texts by name are read alike from all of their formats, in an order that their content alone decides."""
+"""Corpora are read the same from all formats, in an order that depends on their content alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 
 from dpkfc.app.readers.corpora import CLASSES, Corpus, corpus
 from dpkfc.app.readers.sources import load
-from dpkfc.errors import PrivacyError
 
 Rows = list[tuple[str, int, str]]
 REVIEWS: Rows = [("train", k % 2, f"film number {k}, with a comma") for k in range(6)]
@@ -128,7 +127,7 @@ def test_a_corpus_by_name_is_read_as_hashed_words(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_said(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / f"{name}.csv").write_bytes(content)
-    with pytest.raises(PrivacyError, match=message):
+    with pytest.raises(ValueError, match=message):
         corpus(name, tmp_path)
 
 
@@ -136,7 +135,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, name: str, content: bytes, messag
 def test_a_damaged_archive_is_said_to_be_one(tmp_path: Path, ending: str) -> None:
     packed = {".csv.gz": gzip.compress, ".csv.xz": lzma.compress}[ending](table(REVIEWS))
     (tmp_path / f"imdb{ending}").write_bytes(packed[: len(packed) // 2])
-    with pytest.raises(PrivacyError, match="is damaged"):
+    with pytest.raises(ValueError, match="is damaged"):
         corpus("imdb", tmp_path)
 
 

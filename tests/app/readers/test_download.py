@@ -1,4 +1,4 @@
-"""Files from a server on this machine: whole and right, or not at all."""
+"""Downloads from a local server: complete and correct, or not kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from rich.console import Console
 
 from dpkfc.app.readers import download
 from dpkfc.app.readers.download import KNOWN, Known, Remote, fetch, is_present
-from dpkfc.errors import PrivacyError
 
 QUIET = Console(quiet=True)
 CONTENT = bytes(range(256)) * 3000  # more than one chunk
@@ -45,7 +44,7 @@ TAR = archive(
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with CONTENT, TAR, half of what it announces, or 404; counts the requests."""
+    """Responds with CONTENT, TAR, half of the announced bytes, or 404; counts requests."""
 
     asked = 0
 
@@ -120,7 +119,7 @@ def test_what_is_not_whole_or_not_right_leaves_nothing(
     message: str,
 ) -> None:
     known(monkeypatch, Remote(at(server, path), md5(sum_of).hexdigest(), "some/data"))
-    with pytest.raises(PrivacyError, match=message):
+    with pytest.raises(OSError, match=message):
         fetch("some", tmp_path, QUIET)
     assert everything(tmp_path) == []
 
@@ -133,7 +132,7 @@ def test_without_a_network_it_says_what_to_put_where(
         taken.bind(("127.0.0.1", 0))  # and does not listen
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/x.tar.gz"
         known(monkeypatch, Remote(url, "0" * 32, "some", r"top/(.*)"))
-        with pytest.raises(PrivacyError) as caught:
+        with pytest.raises(OSError) as caught:
             fetch("some", tmp_path, QUIET)
     assert url in str(caught.value) and "0" * 32 in str(caught.value)
     assert f"unpack it into the folder {tmp_path / 'some'}" in str(caught.value)
@@ -156,7 +155,7 @@ def test_an_archive_is_unpacked_by_name_and_cannot_write_elsewhere(
 
 @pytest.mark.parametrize(
     ("path", "content", "message"),
-    [("file", CONTENT, "cannot be unpacked"), ("tar", TAR, "none of the files")],
+    [("file", CONTENT, "cannot be unpacked"), ("tar", TAR, "none of the expected files")],
 )
 def test_an_archive_that_is_none_leaves_nothing(
     server: Server,
@@ -167,13 +166,15 @@ def test_an_archive_that_is_none_leaves_nothing(
     message: str,
 ) -> None:
     known(monkeypatch, Remote(at(server, path), md5(content).hexdigest(), "some", r"other/(.*)"))
-    with pytest.raises(PrivacyError, match=message):
+    with pytest.raises(OSError, match=message):
         fetch("some", tmp_path, QUIET)
     assert everything(tmp_path) == []
 
 
 def test_names_that_are_not_known(tmp_path: Path) -> None:
-    with pytest.raises(PrivacyError, match="'letters' cannot be fetched: choose from mnist"):
+    with pytest.raises(ValueError, match=r"'minst' cannot be fetched \(did you mean 'mnist'\?\)"):
+        fetch("minst", tmp_path, QUIET)
+    with pytest.raises(ValueError, match="'letters' cannot be fetched: choose from mnist"):
         fetch("letters", tmp_path, QUIET)
 
 
@@ -186,7 +187,7 @@ def test_the_list_is_of_addresses_that_are_encrypted_and_of_checksums() -> None:
 
 
 def test_files_lie_where_the_readers_look(tmp_path: Path) -> None:
-    """Of MNIST: tiny files under the names of the list are read by name."""
+    """Tiny MNIST files under the listed names can be read."""
     from dpkfc.app.readers.idx import idx_images
 
     for file in KNOWN["mnist"].files:

@@ -1,4 +1,4 @@
-"""Folders of classes: parts are known however they are spelt, and what could be read in two ways is refused."""
+"""Class folders: the spellings of the parts, and the refusal of ambiguous folders."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from dpkfc import PrivacyError
 from dpkfc.app.readers.folders import part_folders
 from dpkfc.app.readers.sources import load
 
@@ -57,7 +56,7 @@ def test_a_class_may_be_called_train(tmp_path: Path, classes: tuple[str, ...]) -
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        (("train",), "holds train/ alone: give .*train, of which a share"),
+        (("train",), "holds only train/: give .*train, of which a share"),
         (("test", "val"), "but no train: add train/"),
         (("train", "val", "valid"), "which is the validation part, 'val', 'valid'"),
         (("train", "Training", "test"), "which is the train part"),
@@ -65,5 +64,5 @@ def test_a_class_may_be_called_train(tmp_path: Path, classes: tuple[str, ...]) -
 )
 def test_parts_that_are_not_clear(tmp_path: Path, parts: tuple[str, ...], message: str) -> None:
     letters(tmp_path, *parts)
-    with pytest.raises(PrivacyError, match=message):
+    with pytest.raises(ValueError, match=message):
         load(tmp_path)

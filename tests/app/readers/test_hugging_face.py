@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face, made here and saved: images, texts and tables, with and without a test part."""
+"""Saved Hugging Face data sets: images, texts and tables, with and without a test part."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 
 from dpkfc.app.readers.sources import load
 from dpkfc.app.readers.texts import hashed
-from dpkfc.errors import PrivacyError
 
 datasets = pytest.importorskip("datasets")
 LABEL = datasets.ClassLabel(names=["well", "ill"])
@@ -85,7 +84,8 @@ def test_a_table_by_its_schema(tmp_path: Path) -> None:
     [
         (
             {},
-            "what is there to learn from\\? Give --text COLUMN or --schema FILE; it has said, label",
+            "which columns shall be learned from\\? Give --text COLUMN or --schema FILE; "
+            "it has said, label",
         ),
         ({"target": "none"}, "has no column 'none' \\(the target\\): it has said, label"),
         ({"text": "none"}, "no column 'none' \\(the text\\)"),
@@ -102,7 +102,7 @@ def test_what_is_missing_is_named(tmp_path: Path, options: dict[str, Any], messa
         None,
         {"said": datasets.Value("string"), "label": LABEL},
     )
-    with pytest.raises(PrivacyError, match=message):
+    with pytest.raises(ValueError, match=message):
         load(path, **options)
 
 
@@ -112,7 +112,7 @@ def test_which_column_is_the_class_must_be_said(tmp_path: Path) -> None:
         tmp_path, columns, None, {"said": datasets.Value("string"), "one": LABEL, "two": LABEL}
     )
     with pytest.raises(
-        PrivacyError, match="which column is the class\\? Give --target; it has said, one, two"
+        ValueError, match="which column is the class\\? Give --target; it has said, one, two"
     ):
         load(path, text="said")
 
@@ -121,12 +121,12 @@ def test_by_name_or_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     made = datasets.DatasetDict({"validation": datasets.Dataset.from_dict({"said": ["a"]})})
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *names: asked.append(names) or made)
-    with pytest.raises(PrivacyError, match="hf:glue:sst2 has no part 'train': it has validation"):
+    with pytest.raises(ValueError, match="hf:glue:sst2 has no part 'train': it has validation"):
         load("hf:glue:sst2")
     assert asked == [("glue", "sst2")]
     (tmp_path / "dataset_info.json").write_text("{}")
-    with pytest.raises(PrivacyError, match="cannot be loaded as a data set of Hugging Face"):
+    with pytest.raises(ValueError, match="cannot be loaded as a Hugging Face data set"):
         load(tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(PrivacyError, match="pip install datasets"):
+    with pytest.raises(ImportError, match="pip install datasets"):
         load("hf:imdb")

@@ -1,4 +1,4 @@
-"""The idx reader returns what is in the files, and refuses files that are not what they should be."""
+"""The idx reader returns the content of the files, and refuses wrong or damaged ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real browser, where there is one, and what every page must be in it."""
+"""A real browser, if installed, and the requirements for every page."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def shown_well() -> Callable[..., None]:
-    """Opens a page: nothing on the console, nothing loaded, nothing wider than the screen, every picture there."""
+    """Opens a page: no console messages or requests, nothing too wide, every picture loaded."""
 
     def check(
         browser: Any, file: Path, width: int, scheme: str = "light", media: str = "screen"

@@ -1,4 +1,4 @@
-"""The report of an experiment: what of Markdown is read, and that nothing of a folder is left out."""
+"""The report of an experiment: the Markdown it reads, and that it omits no file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from dpkfc.app.reports.experiment_report import (
 )
 from dpkfc.app.reports.page import Code, Grid, Marked, Picture
 from dpkfc.app.reports.run_report import write_report
-from dpkfc.errors import PrivacyError
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 FOLDERS = sorted(folder for folder in RESULTS.glob("*") if list(folder.glob("*.md")))
@@ -119,7 +118,7 @@ def test_the_report_has_all_of_the_folder(folder: Path) -> None:
     assert (
         "<h1>The &lt;title&gt;</h1>" in text and text.count("The &lt;title&gt;") == 2
     )  # and the window's title
-    assert text.count("data:image/png") == 3 and "1 table, 3 pictures" in text
+    assert text.count("data:image/png") == 3 and "1 table, 3 figures" in text
     assert text.index("alt='found'") < text.index("alt='other'"), (
         "a picture stands with the text of its name"
     )
@@ -151,9 +150,9 @@ def test_titles(folder: Path) -> None:
 
 
 def test_a_folder_without_anything_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PrivacyError, match="no tables and no pictures.*dpkfc reproduce"):
+    with pytest.raises(ValueError, match="no tables and no figures.*dpkfc reproduce"):
         write_experiment_report(tmp_path, "nothing")
-    with pytest.raises(PrivacyError, match="dpkfc train.*dpkfc reproduce"):
+    with pytest.raises(FileNotFoundError, match="dpkfc train.*dpkfc reproduce"):
         write_report(tmp_path)
 
 
@@ -175,7 +174,7 @@ def test_what_was_found_is_written_and_shown(
     monkeypatch.setattr("dpkfc.app.reports.experiment_report.find_spec", lambda name: None)
     (tmp_path / "runs.png").unlink()
     publish(results, "# Title\n", Console(), lambda file: file.write_bytes(PNG) and None, quick)
-    assert "no picture" in capsys.readouterr().out and not (tmp_path / "runs.png").exists()
+    assert "no figure" in capsys.readouterr().out and not (tmp_path / "runs.png").exists()
 
 
 @pytest.fixture

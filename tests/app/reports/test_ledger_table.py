@@ -1,4 +1,4 @@
-"""The ledger on terminals of any width: nothing that matters is cut off; each run at its own delta."""
+"""The ledger on terminals of any width: nothing is cut off; each run at its own delta."""
 
 from __future__ import annotations
 

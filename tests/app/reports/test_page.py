@@ -1,4 +1,4 @@
-"""A page is one file: escaped, loading nothing, the same in a real browser, in the dark and on a phone."""
+"""A page is one escaped file that loads nothing, and works in a browser, dark and narrow."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SAMPLE = page(
 
 
 class Seen(HTMLParser):
-    """Tags that are left open, and every address that is named."""
+    """The unclosed tags, and all addresses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,8 @@ def test_columns_to_the_right_can_be_said() -> None:
 def test_code_and_bold_words_are_the_only_marks() -> None:
     found = Marked(["`if a < b` is **code <&>**, `**this**` too", "2 * 3 ** 4 and a lone `"]).html()
     assert found == (
-        "<p><code>if a &lt; b</code> is <strong>code &lt;&amp;&gt;</strong>, <code>**this**</code> too</p>"
+        "<p><code>if a &lt; b</code> is <strong>code &lt;&amp;&gt;</strong>, "
+        "<code>**this**</code> too</p>"
         "<p>2 * 3 ** 4 and a lone `</p>"
     )
 

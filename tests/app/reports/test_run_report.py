@@ -1,4 +1,4 @@
-"""The report of a run: what it says of privacy, that it says it in bounds, and what it needs."""
+"""The report of a run: its statements about privacy are bounds; missing files are named."""
 
 from __future__ import annotations
 
@@ -22,15 +22,9 @@ import dpkfc
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.accounting.rounding import round_up
 from dpkfc.accounting.unchecked import NOT_CHECKED
-from dpkfc.app.reports.run_report import (
-    draw_pictures,
-    in_plain_words,
-    not_charged,
-    result_table,
-    wilson,
-    write_report,
-)
-from dpkfc.errors import PrivacyError
+from dpkfc.app.reports.run_figures import draw_figures
+from dpkfc.app.reports.run_report import result_table, write_report
+from dpkfc.app.reports.statements import in_plain_words, not_charged, wilson
 from dpkfc.planning.plan import Plan
 
 EPSILON = cache(Plan.epsilon)
@@ -125,7 +119,7 @@ def test_an_epsilon_that_is_none_is_not_believed(folder: Path, epsilon: Any) -> 
 
 
 def test_a_larger_epsilon_is_kept_and_the_disagreement_told(folder: Path) -> None:
-    """plan.json may be what was edited: nobody can tell, so the larger one counts."""
+    """plan.json may have been edited instead: nobody can tell, so the larger epsilon counts."""
     epsilon = true_epsilon(folder)
     plan = Plan.from_json(json.loads((folder / "plan.json").read_text()))
     edit(folder, "plan.json", noise_multiplier=1.5 * plan.noise_multiplier)
@@ -170,12 +164,12 @@ def test_a_larger_delta_is_not_believed(folder: Path) -> None:
     epsilon = true_epsilon(folder)
     edit(folder, "plan.json", delta=0.01)
     shows(folder, epsilon)
-    assert all("do not agree on delta (0.01, 0.0001)" in text for text in told(folder))
+    assert all("disagree about delta (0.01, 0.0001)" in text for text in told(folder))
 
 
 @pytest.fixture
 def ledger(folder: Path) -> Path:
-    """Of the run in the folder: 30 steps of 40 were charged."""
+    """A ledger that charged 30 of 40 steps to the run in the folder."""
     edit(folder, "plan.json", steps=40)
     plan = Plan.from_json(json.loads((folder / "plan.json").read_text()))
     path = folder / "privacy.db"
@@ -199,7 +193,7 @@ def test_a_plan_that_the_ledger_contradicts_is_not_believed(folder: Path, ledger
     edit(folder, "plan.json", noise_multiplier=9.0, delta=0.01)
     edit(folder, "result.json", noise_multiplier=9.0, delta=0.01, epsilon=0.1)
     shows(folder, epsilon)
-    assert all("plan.json does not say what the ledger does" in text for text in told(folder))
+    assert all("plan.json and the ledger disagree about this run" in text for text in told(folder))
 
 
 @pytest.mark.parametrize("trouble", ["gone", "no ledger", "unknown", "no run"])
@@ -235,7 +229,7 @@ def test_it_says_what_is_protected_and_what_was_found(folder: Path) -> None:
         "Poisson",
         "hyperparameters",  # what is not covered
         "75.00 % of 400 test records",
-        "70.25 % by always saying the most frequent class",
+        "70.25 % by always predicting the most frequent class",
         "learning rate",
         "The classes are public.",
         "a&lt;b&gt;.csv",
@@ -305,7 +299,7 @@ def test_pictures_come_from_probes_and_leave_the_model_alone(tmp_path: Path, geo
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    draw_pictures(tmp_path, model, geometry, dpkfc.probes.Tabular(4), plan)
+    draw_figures(tmp_path, model, geometry, dpkfc.probes.Tabular(4), plan)
     assert (tmp_path / "snr.png").stat().st_size > 5000 and (
         tmp_path / "clipping.png"
     ).stat().st_size > 5000
@@ -319,7 +313,7 @@ def test_one_layer_has_no_profile(tmp_path: Path) -> None:
     plan = Plan.make(
         records=100, batch_size=10, steps=2, clip=1.0, noise_multiplier=1.0, delta=1e-4
     )
-    draw_pictures(tmp_path, nn.Linear(4, 2), dpkfc.Identity(), dpkfc.probes.Tabular(4), plan)
+    draw_figures(tmp_path, nn.Linear(4, 2), dpkfc.Identity(), dpkfc.probes.Tabular(4), plan)
     assert [file.name for file in tmp_path.iterdir()] == ["clipping.png"]
 
 
@@ -331,7 +325,7 @@ def test_what_private_records_made_is_not_drawn(tmp_path: Path) -> None:
     oracle = dpkfc.probes.Oracle(
         torch.utils.data.TensorDataset(torch.rand(20, 4), torch.arange(20) % 2), labels=True
     )
-    draw_pictures(tmp_path, nn.Linear(4, 2), dpkfc.Identity(), oracle, plan)
+    draw_figures(tmp_path, nn.Linear(4, 2), dpkfc.Identity(), oracle, plan)
     assert not list(tmp_path.iterdir())
 
 
@@ -382,7 +376,7 @@ def test_the_table_for_the_terminal(folder: Path) -> None:
         "151.2 of 200",
     ):
         assert expected in shown
-    assert "70.25% by always saying the most frequent class" in shown
+    assert "70.25% by always predicting the most frequent class" in shown
     assert "rho 1.23, clip 2" in write_report(folder).read_text()
 
 
@@ -400,8 +394,8 @@ def test_steps_that_were_paid_for_in_vain_are_told(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["plan.json", "config.json", "result.json"])
 def test_what_is_missing_or_damaged_is_named(folder: Path, name: str) -> None:
     (folder / name).write_text("{")
-    with pytest.raises(PrivacyError, match=f"{name} is damaged"):
+    with pytest.raises(ValueError, match=f"{name} is damaged"):
         write_report(folder)
     (folder / name).unlink()
-    with pytest.raises(PrivacyError, match=f"{name} is missing.*dpkfc train"):
+    with pytest.raises(FileNotFoundError, match=f"{name} is missing.*dpkfc train"):
         write_report(folder)

@@ -6,10 +6,8 @@ import io
 from pathlib import Path
 
 import pytest
-from experiments.options import ReproduceOptions
 from rich.console import Console
 
-import dpkfc
 from dpkfc.app.workflow import demo
 from dpkfc.app.workflow.demo import METHODS, Outcome, run_demo
 
@@ -34,47 +32,16 @@ def test_both_methods_are_shown_at_the_same_budget() -> None:
         assert row.accuracy > 0.3, "after six epochs either method knows more than chance (0.1)"
 
 
-def test_over_seeds_resumed_and_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
-
-    def quickly(
-        epsilon: float, delta: float, epochs: float, seed: int, console: Console, device: str
-    ) -> list[Outcome]:
-        taken.append(seed)
-        course = [(100, 0.5), (225, 0.9 + seed / 100)]
-        return [
-            Outcome(method.name, course[-1][1], epsilon, 1.0, 225, 1.0, course)
-            for method in METHODS
-        ]
-
-    monkeypatch.setattr(demo, "run_demo", quickly)
-    demo.run(ReproduceOptions(tmp_path, Console(quiet=True), quick=False))
-    text = (tmp_path / "demo.md").read_text()
-    assert "| DP-KFC | 92.00 ± 1.58 (5) | 90.0, 91.0, 92.0, 93.0, 94.0 | 225 |" in text
-    lines = (tmp_path / "demo.jsonl").read_text().splitlines()
-    (tmp_path / "demo.jsonl").write_text("\n".join(lines[1:]) + "\n")
-    demo.run(ReproduceOptions(tmp_path, Console(quiet=True), quick=False))
-    assert taken == [0, 1, 2, 3, 4, 0], "only what is missing is run"
-    demo.run(ReproduceOptions(tmp_path, Console(quiet=True), quick=True))
-    assert (
-        "**Quick:**" in (tmp_path / "quick.md").read_text()
-        and (tmp_path / "demo.md").read_text() == text
-    )
-    (tmp_path / "demo.jsonl").write_text('{"seed": 1')
-    with pytest.raises(dpkfc.PrivacyError, match="cut off"):
-        demo.run(ReproduceOptions(tmp_path, Console(quiet=True), quick=False))
-
-
 def test_a_folder_holds_the_table_a_picture_and_the_report(tmp_path: Path) -> None:
     outcome = [
         Outcome(method.name, 0.95, 2.0, 1.0, 20, 1.0, [(10, 0.5), (20, 0.95)]) for method in METHODS
     ]
-    report = demo.keep(outcome, 1e-6, tmp_path / "runs" / "demo")
+    report = demo.save_report(outcome, 1e-6, tmp_path / "runs" / "demo")
     text = (report.parent / "demo.md").read_text()
     assert "epsilon 2, delta 1e-06" in text and "| DP-SGD | 95.00 (1) | 95.0 | 20 |" in text
     assert (report.parent / "demo.png").read_bytes().startswith(
         b"\x89PNG"
     ) and "DP-KFC" in report.read_text()
     (tmp_path / "file").touch()
-    with pytest.raises(dpkfc.PrivacyError, match="--out"):
-        demo.keep(outcome, 1e-6, tmp_path / "file")
+    with pytest.raises(OSError, match="--out"):
+        demo.save_report(outcome, 1e-6, tmp_path / "file")

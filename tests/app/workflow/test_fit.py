@@ -1,4 +1,4 @@
-"""A run in a folder: stopped, killed and resumed it ends as if nothing had happened; what is not its own it refuses."""
+"""A run in a folder: interrupted, killed and resumed; other runs in the folder are refused."""
 
 from __future__ import annotations
 
@@ -24,19 +24,14 @@ import dpkfc
 from dpkfc.app.models import default
 from dpkfc.app.readers.images import image_probe
 from dpkfc.app.readers.sources import Loaded
-from dpkfc.app.workflow import fit as training
-from dpkfc.app.workflow import run_folder
-from dpkfc.app.workflow.fit import (
-    Settings,
-    adjusted,
-    base_recipe,
-    correct,
-    finish,
-    fit,
-    restore,
-    stoppable,
-)
-from dpkfc.app.workflow.run_folder import check_folder, locked
+from dpkfc.app.workflow import release, run_folder
+from dpkfc.app.workflow.evaluation import count_correct
+from dpkfc.app.workflow.fit import fit
+from dpkfc.app.workflow.predict import restore
+from dpkfc.app.workflow.preparation import adjust_recipe, base_recipe
+from dpkfc.app.workflow.release import finish
+from dpkfc.app.workflow.run_folder import check_folder, locked, stoppable
+from dpkfc.app.workflow.settings import Settings
 
 MODEL = """
 import sys
@@ -89,7 +84,7 @@ SETTINGS = Settings(epsilon=3.0, delta=1e-3, epochs=2, batch_size=20, noise="ind
 QUIET = Console(quiet=True)
 STEPS = 6
 EPSILON = cache(dpkfc.Plan.epsilon)
-DRAW = training.draw_pictures
+DRAW = release.draw_figures
 
 pytestmark = pytest.mark.usefixtures("interruptible")
 
@@ -97,7 +92,7 @@ pytestmark = pytest.mark.usefixtures("interruptible")
 @pytest.fixture(autouse=True)
 def _remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dpkfc.Plan, "epsilon", EPSILON)  # the same few plans again and again
-    monkeypatch.setattr(training, "draw_pictures", lambda *arguments: None)
+    monkeypatch.setattr(release, "draw_figures", lambda *arguments: None)
 
 
 def some_data(records: int = 60, shape: tuple[int, ...] = (4,), shift: float = 0.0) -> Loaded:
@@ -185,7 +180,7 @@ def test_a_stopped_run_ends_as_one_that_went_through_and_a_killed_one_uses_no_no
 def test_what_a_finished_run_leaves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "draw_pictures", DRAW)
+    monkeypatch.setattr(release, "draw_figures", DRAW)
     data, out = some_data(), tmp_path / "run"
     assert fit(data, SETTINGS, out, source={"path": "people.csv"}, console=QUIET)
     names = {"config.json", "plan.json", "metrics.jsonl", "model.safetensors", "result.json"}
@@ -198,7 +193,7 @@ def test_what_a_finished_run_leaves(
     result = json.loads((out / "result.json").read_text())
     assert 2.9 < result["epsilon"] <= 3 and result["steps"] == STEPS
     assert data.test is not None
-    assert correct(restore(out, data), data.test, "cpu", 7) == result["test"]["accuracy"] * 20
+    assert count_correct(restore(out, data), data.test, "cpu", 7) == result["test"]["accuracy"] * 20
     before = weights(out)
     assert fit(
         data, SETTINGS, out, source={"path": "people.csv"}, console=QUIET, on_step=kill_at(1)
@@ -290,7 +285,7 @@ def test_an_interrupted_release_is_repeated_with_the_weights_that_were_paid_for(
     data, out = some_data(), tmp_path / "run"
     assert fit(data, own, tmp_path / "whole", console=QUIET)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(training, "correct", interrupted)
+        patch.setattr(release, "count_correct", interrupted)
         fit(data, settings, out, console=QUIET)
     assert (out / "checkpoint").exists() and not (out / "result.json").exists()
     assert fit(data, settings, out, console=QUIET, on_step=kill_at(1))  # takes no step
@@ -308,7 +303,7 @@ def test_weights_are_not_replaced_by_those_of_fewer_steps(
     assert not fit(data, settings, out, console=QUIET, on_step=stop_at(2))
     shutil.copytree(out / "checkpoint", tmp_path / "old")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(training, "correct", interrupted)
+        patch.setattr(release, "count_correct", interrupted)
         fit(data, settings, out, console=QUIET)
     before = weights(out)
     shutil.rmtree(out / "checkpoint")
@@ -317,19 +312,21 @@ def test_weights_are_not_replaced_by_those_of_fewer_steps(
     result = json.loads((out / "result.json").read_text())
     assert weights(out) == before and (result["steps"], result["lost_steps"]) == (STEPS, 0)
     assert data.test is not None
-    assert correct(restore(out, data), data.test, "cpu", 20) == result["test"]["accuracy"] * 20
+    assert (
+        count_correct(restore(out, data), data.test, "cpu", 20) == result["test"]["accuracy"] * 20
+    )
 
 
 def test_weights_of_something_else_are_not_replaced(own: Settings, tmp_path: Path) -> None:
     out = tmp_path / "run"
     out.mkdir()
     (out / "model.safetensors").write_text("mine")
-    with pytest.raises(dpkfc.PrivacyError, match="something else: choose another --out"):
+    with pytest.raises(ValueError, match="something else: choose another --out"):
         fit(some_data(), own, out, console=QUIET)
     (out / "model.safetensors").rename(tmp_path / "mine")
     assert not fit(some_data(), own, out, console=QUIET, on_step=stop_at(2))
     (tmp_path / "mine").rename(out / "model.safetensors")
-    with pytest.raises(dpkfc.PrivacyError, match="cannot be read .* move it away"):
+    with pytest.raises(ValueError, match="cannot be read .* move it away"):
         fit(some_data(), own, out, console=QUIET)
     assert (out / "model.safetensors").read_text() == "mine"
 
@@ -338,7 +335,7 @@ def test_a_finished_run_keeps_no_secret(
     own: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(training, "draw_pictures", interrupted)
+        patch.setattr(release, "draw_figures", interrupted)
         fit(some_data(), own, tmp_path / "run", console=QUIET)
     assert (tmp_path / "run" / "checkpoint").exists()
     assert fit(some_data(), own, tmp_path / "run", console=QUIET)
@@ -374,7 +371,7 @@ def test_a_folder_is_for_one_process_until_that_is_killed(own: Settings, tmp_pat
         try:
             assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
             with pytest.raises(
-                dpkfc.PrivacyError, match="another process is training in .*mine: wait for it"
+                BlockingIOError, match="another process is training in .*mine: wait for it"
             ):
                 fit(some_data(), own, out, console=QUIET)
         finally:
@@ -396,7 +393,7 @@ def test_a_folder_that_was_made_for_nothing_goes_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("out", ["file", "file/inside", "file/far/inside", 300 * "x"])
 def test_an_out_that_cannot_be_a_folder(tmp_path: Path, out: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(dpkfc.PrivacyError, match="--out .*: choose another"):
+    with pytest.raises(OSError, match="--out .*: choose another"):
         check_folder(tmp_path / out)
 
 
@@ -404,7 +401,7 @@ def test_an_out_that_may_not_be_written_to(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         "os.access", lambda path, mode: False
     )  # whoever runs the tests may write everywhere
-    with pytest.raises(dpkfc.PrivacyError, match="may not be written to"):
+    with pytest.raises(PermissionError, match="is not writable"):
         check_folder(tmp_path / "run")
 
 
@@ -418,7 +415,9 @@ def test_images_through_scattering_features(
     assert data.test is not None
     result = json.loads((out / "result.json").read_text())
     assert result["model"] == "scattering" and result["parameters"] == 2 * (81 * 16 + 1)
-    assert correct(restore(out, data), data.test, "cpu", 20) == result["test"]["accuracy"] * 20
+    assert (
+        count_correct(restore(out, data), data.test, "cpu", 20) == result["test"]["accuracy"] * 20
+    )
 
 
 @pytest.mark.parametrize(
@@ -436,15 +435,15 @@ def test_other_models_and_methods(tmp_path: Path, settings: dict[str, object]) -
 
 @pytest.mark.parametrize("change", [{"rho": 1.0}, {"clip": 4.0}, {"rho": 4.0, "clip": 0.5}])
 def test_the_noise_in_the_weights_is_what_was_asked_for(change: dict[str, float]) -> None:
-    """By the formula: the length of the noise is lr · clip · rmse · √(parameters / units), and 2 by default."""
+    """The noise length is lr · clip · rmse · √(parameters / units), and 2 by default."""
     built = default.build("linear", "tabular", (4,), 2, dpkfc.probes.Tabular(4))
     base = base_recipe(built, 60, SETTINGS)
-    found = adjusted(base, replace(SETTINGS, **change))  # type: ignore[arg-type]
+    found = adjust_recipe(base, replace(SETTINGS, **change))  # type: ignore[arg-type]
     rho, clip = change.get("rho", 2.0), change.get("clip", 1.0)
     assert found.arguments["clip"] == clip and found.noise_length == rho
     assert found.lr * clip / rho == pytest.approx(base.lr * 1.0 / 2.0)
-    assert adjusted(base, SETTINGS) == base
-    assert adjusted(base, replace(SETTINGS, lr=0.3)).lr == 0.3
+    assert adjust_recipe(base, SETTINGS) == base
+    assert adjust_recipe(base, replace(SETTINGS, lr=0.3)).lr == 0.3
     changed = {row[0] for row, old in zip(found.reasons, base.reasons, strict=True) if row != old}
     assert changed == {{"rho": "learning rate", "clip": "clip"}[name] for name in change}
 
@@ -455,9 +454,9 @@ def test_a_model_without_pictures_is_still_released(
     def refused(*arguments: object) -> None:
         raise dpkfc.PrivacyError("no example has a finite gradient")
 
-    monkeypatch.setattr(training, "draw_pictures", refused)
+    monkeypatch.setattr(release, "draw_figures", refused)
     assert fit(some_data(), SETTINGS, tmp_path, console=Console(width=200))
-    assert "no pictures of probes: no example has a finite gradient" in capsys.readouterr().out
+    assert "no figures of probes: no example has a finite gradient" in capsys.readouterr().out
     assert (tmp_path / "result.json").exists() and not (tmp_path / "checkpoint").exists()
 
 
@@ -474,28 +473,36 @@ def test_defaults_by_the_kind_of_data() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("model", "error", "message"),
     [
-        ("lstm", "choose one of linear, mlp"),
-        ("cnn", "is for images, not for tabular"),
-        ("nowhere.py:network", "there is no file nowhere.py"),
-        ("{}:netwerk", "has no function 'netwerk'; it has network"),
-        ("{}:wrong", r"gives \(3,\) for each record, but there are 2 classes"),
-        ("{}:other", r"does not take inputs of shape \(4,\)"),
-        ("{}:nothing", "returned int"),
-        ("{}:three", "takes 3 arguments"),
-        ("{}:leaves", "leaves fails with SystemExit: enough"),
-        ("{}:batch_norm", "mixes the records"),
-        ("{}:not_a_number", "not_a_number gives numbers that are not finite for each of 8 probes"),
-        ("{}:without_a_value", "without_a_value gives numbers that are not finite"),
+        ("lstm", ValueError, "choose one of linear, mlp"),
+        ("cnn", ValueError, "is for images, not for tabular"),
+        ("nowhere.py:network", ValueError, "there is no file nowhere.py"),
+        (
+            "{}:netwerk",
+            ValueError,
+            r"has no function 'netwerk' \(did you mean 'network'\?\); it has network",
+        ),
+        ("{}:wrong", ValueError, r"gives \(3,\) for each record, but there are 2 classes"),
+        ("{}:other", ValueError, r"does not take inputs of shape \(4,\)"),
+        ("{}:nothing", TypeError, "returned int"),
+        ("{}:three", ValueError, "takes 3 arguments"),
+        ("{}:leaves", ValueError, "leaves fails with SystemExit: enough"),
+        ("{}:batch_norm", dpkfc.PrivacyError, "mixes the records"),
+        (
+            "{}:not_a_number",
+            ValueError,
+            "not_a_number gives numbers that are not finite for each of 8 probes",
+        ),
+        ("{}:without_a_value", ValueError, "without_a_value gives numbers that are not finite"),
     ],
 )
 @pytest.mark.parametrize("method", ["kfc", "sgd"])
 def test_models_that_cannot_be(
-    own: Settings, tmp_path: Path, model: str, message: str, method: Any
+    own: Settings, tmp_path: Path, model: str, error: type[Exception], message: str, method: Any
 ) -> None:
     settings = replace(own, model=model.format(tmp_path / "net.py"), method=method)
-    with pytest.raises(dpkfc.PrivacyError, match=message):
+    with pytest.raises(error, match=message):
         fit(some_data(), settings, tmp_path / "run", console=QUIET)
     assert not (tmp_path / "run").exists()
 
@@ -514,7 +521,7 @@ def test_a_function_is_asked_for_what_it_must_be_given(
 
 def test_a_file_that_ends_the_process(own: Settings, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text("import sys\nsys.exit(3)\n")
-    with pytest.raises(dpkfc.PrivacyError, match=r"net.py fails with SystemExit: 3"):
+    with pytest.raises(ValueError, match=r"net.py fails with SystemExit: 3"):
         fit(some_data(), own, tmp_path / "run", console=QUIET)
 
 
@@ -526,8 +533,8 @@ def test_a_checkpoint_that_cannot_be_read_says_what_to_do(
     assert not fit(some_data(), own, tmp_path / "run", console=QUIET, on_step=stop_at(2))
     damage(tmp_path / "run" / "checkpoint" / file)
     with pytest.raises(
-        dpkfc.PrivacyError,
-        match=r"lost or damaged .* restore the folder from a backup, or begin anew",
+        OSError,
+        match=r"lost or damaged .* restore the folder from a backup, or begin a new run",
     ):
         fit(some_data(), own, tmp_path / "run", console=QUIET)
 
@@ -556,7 +563,7 @@ def test_a_checkpoint_that_cannot_be_read_says_what_to_do(
     ],
 )
 def test_settings_that_cannot_be(tmp_path: Path, change: dict[str, object], message: str) -> None:
-    with pytest.raises(dpkfc.PrivacyError) as caught:
+    with pytest.raises(ValueError) as caught:
         fit(some_data(), replace(SETTINGS, **change), tmp_path / "run", console=QUIET)  # type: ignore[arg-type]
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
@@ -584,7 +591,7 @@ def test_a_model_that_learned_nothing_is_seen_beside_the_most_frequent_class(
 
 
 def test_too_few_records(tmp_path: Path) -> None:
-    with pytest.raises(dpkfc.PrivacyError, match="there are 5 training records"):
+    with pytest.raises(ValueError, match="there are 5 training records"):
         fit(some_data(5), replace(SETTINGS, batch_size=None), tmp_path / "run", console=QUIET)
 
 
@@ -601,7 +608,7 @@ def test_a_folder_goes_on_with_its_own_run_only(own: Settings, tmp_path: Path) -
     with pytest.raises(dpkfc.PrivacyError, match="another code"):
         fit(some_data(), own, out, console=QUIET)
     (out / "config.json").write_text("{")
-    with pytest.raises(dpkfc.PrivacyError, match="damaged"):
+    with pytest.raises(ValueError, match="damaged"):
         fit(some_data(), own, out, console=QUIET)
 
 
@@ -616,7 +623,7 @@ def test_a_second_ctrl_c_does_not_wait() -> None:
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
-    """As under nohup; a request to terminate still stops the run after the step."""
+    """As under nohup; SIGTERM still stops the run after the step."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the fixture puts the handler back
     before = signal.getsignal(signal.SIGTERM)
     with stoppable() as stopping:
@@ -634,7 +641,7 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
 def test_a_handler_that_is_not_of_python_is_left_in_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Python calls it None, and cannot install it again."""
+    """Python represents it as None and cannot install it again."""
     installed: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(

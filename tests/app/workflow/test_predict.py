@@ -1,4 +1,4 @@
-"""New records are read as the run's own were, whatever they come in; what does not agree with the run is refused."""
+"""New records are read like those of the run; whatever disagrees with the run is refused."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from typer.testing import CliRunner
 import dpkfc
 from dpkfc.app.cli.main import app
 from dpkfc.app.readers.sources import Loaded, load
-from dpkfc.app.workflow import fit as training
-from dpkfc.app.workflow.fit import Settings, fit, predict, restore
+from dpkfc.app.workflow import release
+from dpkfc.app.workflow.fit import fit
+from dpkfc.app.workflow.predict import predict, restore
+from dpkfc.app.workflow.settings import Settings
 
 SCHEMA: dict[str, Any] = {"age": [0, 100], "sex": ["f", "m"], "ill": ["no", "yes"]}
 SETTINGS = Settings(epsilon=3.0, delta=1e-3, epochs=2, batch_size=20, noise="independent", seed=0)
@@ -35,7 +37,7 @@ RNG = np.random.default_rng(0)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(dpkfc.Plan, "epsilon", EPSILON)
-    monkeypatch.setattr(training, "draw_pictures", lambda *arguments: None)
+    monkeypatch.setattr(release, "draw_figures", lambda *arguments: None)
     monkeypatch.chdir(tmp_path)
     rows = [
         f"{n % 90},{'fm'[n % 2]},{('no', 'yes')[n % 90 > 45]},{('fine', 'ache')[n % 90 > 45]}"
@@ -157,7 +159,7 @@ def test_a_model_is_restored_only_for_data_that_is_read_alike() -> None:
     }
     for what, loaded in others.items():
         with pytest.raises(
-            dpkfc.PrivacyError, match=f"trained with the {what.strip()} .* the data was loaded with"
+            ValueError, match=f"trained with the {what.strip()} .* the data was loaded with"
         ):
             restore("run", loaded())
     x = people().train.tensors[0]
@@ -165,23 +167,23 @@ def test_a_model_is_restored_only_for_data_that_is_read_alike() -> None:
 
 
 def test_runs_that_cannot_be_used() -> None:
-    with pytest.raises(dpkfc.PrivacyError, match="there is no run in nowhere: give the folder"):
+    with pytest.raises(FileNotFoundError, match="there is no run in nowhere: give the folder"):
         restore("nowhere")
     assert fit(people(), SETTINGS, Path("run"), console=QUIET)
     weights = Path("run/model.safetensors").read_bytes()
     config = json.loads(Path("run/config.json").read_text())
     Path("run/config.json").write_text(json.dumps({**config, "shape": [4]}))
-    with pytest.raises(dpkfc.PrivacyError, match="does not fit the model linear"):
+    with pytest.raises(ValueError, match="does not fit the model linear"):
         restore("run")
     Path("run/config.json").write_text(json.dumps(config))
     Path("run/model.safetensors").write_bytes(weights[:20])
-    with pytest.raises(dpkfc.PrivacyError, match="does not fit the model linear"):
+    with pytest.raises(ValueError, match="does not fit the model linear"):
         restore("run")
     Path("run/model.safetensors").unlink()
-    with pytest.raises(dpkfc.PrivacyError, match="is not finished: repeat its command"):
+    with pytest.raises(FileNotFoundError, match="is not finished: repeat its command"):
         predict("run", "people.csv")
     Path("run/config.json").write_text("{")
-    with pytest.raises(dpkfc.PrivacyError, match="is damaged"):
+    with pytest.raises(ValueError, match="is damaged"):
         predict("run", "people.csv")
 
 
@@ -194,7 +196,7 @@ def test_a_model_of_ones_own_whose_file_has_changed() -> None:
     )
     assert len(predict("run", "people.csv")) == 60
     Path("net.py").write_text(Path("net.py").read_text() + "\n")
-    with pytest.raises(dpkfc.PrivacyError, match="has changed since the run"):
+    with pytest.raises(ValueError, match="has changed since the run"):
         predict("run", "people.csv")
 
 
@@ -203,13 +205,14 @@ def test_records_that_the_run_cannot_read() -> None:
     Path("empty").mkdir()
     Path("new.csv").write_text("age\n3\n")
     np.savez("wide.npz", x=np.zeros((2, 5), np.uint8))
+    with pytest.raises(FileNotFoundError, match="there is no nowhere.csv: give a table"):
+        predict("run", "nowhere.csv")
     for source, message in {
-        "nowhere.csv": "there is no nowhere.csv: give a table",
         "empty": "give a table with the columns of the schema",
         "new.csv": "has no column 'sex'",
         "wide.npz": r"inputs of shape \(5,\), but the run was trained on \(3,\)",
     }.items():
-        with pytest.raises(dpkfc.PrivacyError, match=message):
+        with pytest.raises(ValueError, match=message):
             predict("run", source)
     done = run("predict", "run", "empty")
     assert (
@@ -241,7 +244,7 @@ def net(shape, classes):
 
 @pytest.fixture
 def marker(folder: Path) -> Path:
-    """A run with a model of one's own, whose file leaves a marker whenever it is run."""
+    """A run with a user model whose file creates a marker whenever it runs."""
     Path("net.py").write_text(MARKS)
     assert fit(people(), replace(SETTINGS, model="net.py:net"), Path("run"), console=QUIET)
     marker = Path("marker")
@@ -263,7 +266,7 @@ def test_a_changed_model_file_is_refused_before_it_is_run(marker: Path) -> None:
         lambda: predict("run", "people.csv"),
     ):
         with pytest.raises(
-            dpkfc.PrivacyError, match=r"net\.py:net has changed since the run, and was not run"
+            ValueError, match=r"net\.py:net has changed since the run, and was not run"
         ):
             use()
     assert run("predict", "run", "people.csv").exit_code == 2
@@ -276,7 +279,7 @@ def test_a_changed_model_file_is_refused_before_it_is_run(marker: Path) -> None:
 @pytest.mark.parametrize("code", [None, "", 3])
 def test_a_model_file_without_a_digest_is_refused_before_it_is_run(marker: Path, code: Any) -> None:
     edit_config(code=code)
-    with pytest.raises(dpkfc.PrivacyError, match="without a digest"):
+    with pytest.raises(ValueError, match="without a digest"):
         predict("run", "people.csv")
     assert not marker.exists()
 
@@ -285,13 +288,13 @@ def test_a_config_that_names_another_file_is_refused_before_it_is_run(marker: Pa
     Path("other.py").write_text(MARKS + "\n")
     settings = json.loads(Path("run/config.json").read_text())["settings"]
     edit_config(settings={**settings, "model": "other.py:net"})
-    with pytest.raises(dpkfc.PrivacyError, match="has changed since the run"):
+    with pytest.raises(ValueError, match="has changed since the run"):
         predict("run", "people.csv")
     assert not marker.exists()
 
 
 def test_compiled_code_beside_the_file_is_not_run(marker: Path) -> None:
-    """Python would run it instead of the file, whatever the file's digest is."""
+    """Python would run it instead of the file, whatever the digest of the file."""
     compiled = importlib.util.cache_from_source("net.py")
     Path("evil.py").write_text("raise SystemExit('evil')")
     mode = py_compile.PycInvalidationMode.UNCHECKED_HASH

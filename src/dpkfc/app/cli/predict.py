@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -11,15 +12,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from dpkfc.errors import PrivacyError
-
 if TYPE_CHECKING:
     from dpkfc.app.workflow.predict import Prediction
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command of this module."""
-    app.command()(predict)
 
 
 def predict(
@@ -27,21 +21,23 @@ def predict(
     source: Annotated[
         str,
         typer.Argument(
-            help="Records of the kind that the run was trained on: a .csv, .tsv, .parquet or .npz file, an image or a "
-            ".txt file, or a folder of them. They need no class.",
+            help="Records of the same kind as the training records: a .csv, .tsv, .parquet or "
+            ".npz file, an image, a .txt file, or a folder of them. They need no class.",
             show_default=False,
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="A CSV file to write.", show_default="shown")
+        Path | None,
+        typer.Option(help="Write the predictions to this CSV file.", show_default="print them"),
     ] = None,
 ) -> None:
-    """Predict the class of new records, and how probable it is by the model.
+    """Predict the classes of new records.
 
-    The schema, the columns and all else about how to read them come from the run's config.json. There is a row for
-    each record: its file or row, the class, and the probability, of which noise in the weights makes the model too
-    sure. Predictions are post-processing: they cost no budget, however many are made. But how many of the records that
-    were trained on are predicted rightly is not covered by epsilon: do not publish that.
+    The schema, the columns and everything else about how to read the records come from the run's
+    config.json. The output has one row per record: its file or row number, the class, and the
+    probability of the class according to the model. Noise in the weights makes the model
+    overconfident. Predictions are post-processing: they cost no budget, however many you make.
+    But the accuracy on the training records is not covered by epsilon: do not publish it.
 
     [bold]Examples[/bold]
 
@@ -51,23 +47,23 @@ def predict(
 
     [cyan]dpkfc predict runs/letters letter.txt[/cyan]
     """
-    from dpkfc.app.workflow.predict import predict as predicted
+    from dpkfc.app.workflow.predict import predict as predict_classes
 
-    found = predicted(run, source)
+    predictions = predict_classes(run, source)
     if out is None:
-        _write(found, sys.stdout)
+        _write(predictions, sys.stdout)
         return
     try:
         with out.open("w", encoding="utf-8", newline="") as file:
-            _write(found, file)
+            _write(predictions, file)
     except OSError as problem:
-        raise PrivacyError(
-            f"--out {out} cannot be written ({problem.strerror}): choose another place"
+        raise OSError(
+            f"--out {out} cannot be written ({problem.strerror}): choose another file"
         ) from problem
-    Console().print(Text(f"wrote {out}: {len(found):,} predictions"), soft_wrap=True)
+    Console().print(Text(f"wrote {out}: {len(predictions):,} predictions"), soft_wrap=True)
 
 
-def _write(found: list[Prediction], file: TextIO) -> None:
+def _write(predictions: Sequence[Prediction], file: TextIO) -> None:
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(("record", "predicted", "probability"))
-    writer.writerows((one.name, one.label, f"{one.probability:.6f}") for one in found)
+    writer.writerows((row.name, row.label, f"{row.probability:.6f}") for row in predictions)

@@ -1,4 +1,7 @@
-"""The models that the experiments and benchmarks train; ordinary `nn.Module`s, none of them knows of privacy."""
+"""Ready-made models for the app, the experiments and the benchmarks: ordinary `nn.Module`s.
+
+`default.build` chooses among them by name. None of them contains anything about privacy.
+"""
 
 from dpkfc.app.models.cnn import digits_cnn, paper_cnn
 from dpkfc.app.models.mlp import mlp

@@ -1,11 +1,12 @@
-"""A pretrained network with a new head: frozen, adapted at low rank, or trained whole.
+"""A pretrained network with a new head: frozen, adapted by LoRA, or fine-tuned.
 
-    frozen:PATH    its outputs are the features of a linear model, computed once for each record
-    lora:PATH      low-rank changes of its linear layers are trained, and the head (Hu et al., 2022)
+    frozen:PATH    its outputs are the features of a linear model, computed once per record
+    lora:PATH      low-rank updates of its linear layers, and the head (Hu et al., 2022)
     full:PATH      every weight is trained
 
-PATH is a folder or a name that Hugging Face's transformers knows, or timm/NAME for a model of timm. Epsilon covers what
-is learned from the records, so the pretrained weights must come from other data than these.
+PATH is a folder, or a name known to Hugging Face transformers, or timm/NAME for a model of timm.
+Epsilon covers what is learned from the private records: the pretrained weights must come from other
+data.
 """
 
 from __future__ import annotations
@@ -17,31 +18,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpkfc.errors import PrivacyError
 from dpkfc.probes.tokens import Tokens
 
-WAYS = ("frozen", "lora", "full")
-RANK = 8
-TOKENS = 128
-MEAN = STD = (0.5, 0.5, 0.5)  # of pixels, where a model does not say: from [0, 1] to [-1, 1]
+MODES = ("frozen", "lora", "full")
+RANK = 8  # of LoRA
+TOKENS = 128  # longest text
+MEAN = STD = (0.5, 0.5, 0.5)  # default scaling of pixels: from [0, 1] to [-1, 1]
 
 
 def parse(name: str) -> tuple[str, str] | None:
-    """The way and the path of a backbone; None if it is not one.
+    """The mode and the path of a backbone; None if the name is not one.
 
     >>> parse("lora:prajjwal1/bert-tiny"), parse("net.py:network")
     (('lora', 'prajjwal1/bert-tiny'), None)
     """
-    way, colon, path = name.partition(":")
-    return (way, path) if colon and way in WAYS else None
+    mode, colon, path = name.partition(":")
+    return (mode, path) if colon and mode in MODES else None
 
 
 class TextEncoder(nn.Module):
-    """Token ids [N, T] to vectors: the mean of the last hidden states over what is not padding."""
+    """Token ids [N, T] to vectors: the mean of the last hidden states, without padding."""
 
     def __init__(self, backbone: nn.Module, pad: int, width: int) -> None:
         super().__init__()
-        self.backbone, self.pad, self.width = backbone, pad, width
+        self.backbone = backbone
+        self.pad = pad
+        self.width = width
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -54,7 +56,10 @@ class TextEncoder(nn.Module):
 
 
 class ImageEncoder(nn.Module):
-    """Images [N, C, H, W] in [0, 1] to vectors: the mean over tokens or places, or what the backbone pools itself."""
+    """Images [N, C, H, W] in [0, 1] to vectors: the mean over tokens or pixels.
+
+    A backbone may also pool them itself.
+    """
 
     mean: Tensor
     std: Tensor
@@ -63,7 +68,8 @@ class ImageEncoder(nn.Module):
         self, backbone: nn.Module, width: int, mean: Sequence[float], std: Sequence[float]
     ) -> None:
         super().__init__()
-        self.backbone, self.width = backbone, width
+        self.backbone = backbone
+        self.width = width
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
         self.register_buffer("mean", torch.tensor(mean).view(1, -1, 1, 1))
         self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1))
@@ -82,41 +88,42 @@ class ImageEncoder(nn.Module):
 Encoder = TextEncoder | ImageEncoder
 
 
-def tokenizer(path: str) -> tuple[Callable[[Sequence[str]], Tensor], Tokens]:
-    """What turns texts into the token ids [N, T] that the model reads, and token noise of the same form."""
+def text_tokenizer(path: str) -> tuple[Callable[[Sequence[str]], Tensor], Tokens]:
+    """A function from texts to the model's token ids [N, T], and token noise of the same shape."""
     transformers = _transformers()
-    found = _found(path, lambda: transformers.AutoTokenizer.from_pretrained(path))
-    if found.pad_token_id is None:
-        found.pad_token = found.eos_token
-    if found.pad_token_id is None:
-        raise PrivacyError(
+    tokenizer = _load(path, lambda: transformers.AutoTokenizer.from_pretrained(path))
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None:
+        raise ValueError(
             f"{path}: its tokenizer has no padding token: name one in tokenizer_config.json"
         )
-    config = _found(path, lambda: transformers.AutoConfig.from_pretrained(path))
+    config = _load(path, lambda: transformers.AutoConfig.from_pretrained(path))
     length = min(TOKENS, getattr(config, "max_position_embeddings", TOKENS))
 
     def encode(texts: Sequence[str]) -> Tensor:
-        coded = found(
+        encoded = tokenizer(
             list(texts),
             padding="max_length",
             truncation=True,
             max_length=length,
             return_tensors="pt",
         )
-        ids: Tensor = coded["input_ids"]
+        ids: Tensor = encoded["input_ids"]
         return ids
 
-    noise = replace(Tokens.from_tokenizer(found, length), mask=None)
+    noise = replace(Tokens.from_tokenizer(tokenizer, length), mask=None)
     return encode, replace(noise, sep=None) if noise.sep == noise.pad else noise
 
 
 def text_encoder(path: str, pad: int) -> TextEncoder:
-    """The network; `pad` is the token that it is to pass over."""
+    """The pretrained network; `pad` is the padding token, which it ignores."""
     backbone, config = _pretrained(path)
     return TextEncoder(backbone, pad, _width(path, config))
 
 
 def image_encoder(path: str) -> ImageEncoder:
+    """The pretrained network, with the scaling of pixels that it expects."""
     if path.startswith("timm/"):
         return _timm(path.removeprefix("timm/"))
     from_pretrained: Any = (
@@ -135,18 +142,18 @@ def image_encoder(path: str) -> ImageEncoder:
     )
 
 
-def classifier(encoder: Encoder, classes: int, way: str) -> nn.Sequential:
-    """The encoder and a linear head that begins at zero, with those weights trainable that `way` says."""
+def classifier(encoder: Encoder, classes: int, mode: str) -> nn.Sequential:
+    """The encoder and a linear head, initialised at zero; `mode` says which weights are trained."""
     backbone = encoder.backbone
-    backbone.requires_grad_(way == "full")
+    backbone.requires_grad_(mode == "full")
     for name, part in backbone.named_modules():
-        if name.split(".")[-1] == "pooler":  # it is passed by
+        if name.split(".")[-1] == "pooler":  # its output is not used
             part.requires_grad_(False)
-    if way == "lora":
+    if mode == "lora":
         try:
             import peft
         except ImportError:
-            raise PrivacyError("lora: needs peft: pip install peft") from None
+            raise ImportError("lora:PATH needs peft: pip install peft") from None
         config = peft.LoraConfig(
             r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", exclude_modules=".*pooler.*"
         )
@@ -158,7 +165,7 @@ def classifier(encoder: Encoder, classes: int, way: str) -> nn.Sequential:
 
 
 def features(encoder: Encoder, batch: int = 64) -> Callable[[Tensor], Tensor]:
-    """What a frozen encoder gives for each record on its own: BatchNorm and dropout are off."""
+    """The outputs of a frozen encoder, per record: BatchNorm and dropout are in evaluation mode."""
     encoder.eval().requires_grad_(False)
 
     def compute(x: Tensor) -> Tensor:
@@ -173,7 +180,7 @@ def _transformers() -> Any:
         import transformers
         import transformers.image_processing_base
     except ImportError:
-        raise PrivacyError(
+        raise ImportError(
             "a pretrained model needs transformers: pip install transformers"
         ) from None
     return transformers
@@ -181,17 +188,17 @@ def _transformers() -> Any:
 
 def _pretrained(path: str) -> tuple[nn.Module, Any]:
     transformers = _transformers()
-    backbone = _found(path, lambda: transformers.AutoModel.from_pretrained(path))
+    backbone = _load(path, lambda: transformers.AutoModel.from_pretrained(path))
     return backbone, backbone.config
 
 
-def _found(path: str, load: Callable[[], Any]) -> Any:
+def _load(path: str, load: Callable[[], Any]) -> Any:
     try:
         return load()
     except (OSError, ValueError, KeyError) as problem:
-        first = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
-        raise PrivacyError(
-            f"{path} is not a model that can be loaded here ({first}): give a folder with one"
+        reason = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+        raise ValueError(
+            f"{path} is not a model that can be loaded here ({reason}): give a folder with one"
         ) from problem
 
 
@@ -201,7 +208,7 @@ def _width(path: str, config: Any) -> int:
         or (getattr(config, "hidden_sizes", None) or [None])[-1]
     )
     if not isinstance(width, int):
-        raise PrivacyError(f"{path}: its config names no hidden_size: use a text or image encoder")
+        raise ValueError(f"{path}: its config has no hidden_size: use a text or image encoder")
     return width
 
 
@@ -209,8 +216,8 @@ def _timm(name: str) -> ImageEncoder:
     try:
         import timm
     except ImportError:
-        raise PrivacyError(f"timm/{name} needs timm: pip install timm") from None
-    backbone = _found(
+        raise ImportError(f"timm/{name} needs timm: pip install timm") from None
+    backbone = _load(
         f"timm/{name}", lambda: timm.create_model(name, pretrained=True, num_classes=0)
     )
     pixels = timm.data.resolve_model_data_config(backbone)

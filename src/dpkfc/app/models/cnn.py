@@ -1,4 +1,4 @@
-"""Small convolutional classifiers: the paper's MNIST network, and a tiny one for 8x8 digits."""
+"""Small convolutional classifiers: the MNIST network of the paper, and one for 8x8 digits."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections import OrderedDict
 
 from torch import nn
 
-from dpkfc.app.models.declared import taking
+from dpkfc.app.models.declared import with_input_shape
 
 
 def paper_cnn(shape: tuple[int, int, int] = (1, 28, 28), classes: int = 10) -> nn.Sequential:
-    """The paper's four-layer CNN; for images [1, 28, 28], `fc1` reads 32 * 7 * 7 = 1568 features."""
+    """The four-layer CNN of the paper. `fc1` has 32 · 7 · 7 inputs for images [1, 28, 28]."""
     channels, height, width = shape
     network = nn.Sequential(
         OrderedDict(
@@ -26,11 +26,11 @@ def paper_cnn(shape: tuple[int, int, int] = (1, 28, 28), classes: int = 10) -> n
             fc2=nn.Linear(128, classes),
         )
     )
-    return taking(shape, network)
+    return with_input_shape(shape, network)
 
 
 def digits_cnn() -> nn.Sequential:
-    """A CNN of some six thousand weights for images [1, 8, 8] and 10 classes; normalised by groups, never by batch."""
+    """A CNN with about six thousand weights for images [1, 8, 8] and 10 classes, with GroupNorm."""
     network = nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(1, 16, 3, padding=1),
@@ -45,4 +45,4 @@ def digits_cnn() -> nn.Sequential:
             fc=nn.Linear(32 * 2 * 2, 10),
         )
     )
-    return taking((1, 8, 8), network)
+    return with_input_shape((1, 8, 8), network)

@@ -1,4 +1,4 @@
-"""Models say what they take, so that a geometry knows how to probe them."""
+"""Models declare their input shape, so that a geometry can choose probes for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import nn
 Network = TypeVar("Network", bound=nn.Module)
 
 
-def taking(shape: tuple[int, ...], network: Network) -> Network:
-    """The network, with `input_shape` declared: one input without the batch dimension."""
-    setattr(network, "input_shape", shape)  # noqa: B010 - torch types attributes of modules as tensors
+def with_input_shape(shape: tuple[int, ...], network: Network) -> Network:
+    """The network, with `input_shape` set to the shape of one input (no batch dimension)."""
+    # setattr, because torch types attributes of modules as tensors.
+    setattr(network, "input_shape", shape)  # noqa: B010
     return network

@@ -1,7 +1,7 @@
-"""The CIFAR ResNet of He et al. (2016) with group normalisation in the place of batch normalisation.
+"""The CIFAR ResNet of He et al. (2016) with GroupNorm instead of BatchNorm.
 
-Batch statistics mix the records of a batch, so a per-sample gradient does not exist under BatchNorm; group statistics
-stay within one image. Shortcuts are the paper's parameter-free "option A".
+Batch statistics mix the records of a batch, so per-sample gradients do not exist under BatchNorm.
+Group statistics stay within one image. Shortcuts are the parameter-free "option A" of the paper.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpkfc.app.models.declared import taking
+from dpkfc.app.models.declared import with_input_shape
 
 GROUPS = 8
 
 
 def groupnorm_resnet(depth: int = 20, classes: int = 10) -> nn.Sequential:
-    """A ResNet for images [3, 32, 32]; `depth` is 6n + 2: 20, 32, 44, 56 or 110 in the literature."""
+    """A ResNet for images [3, 32, 32] of depth 6n + 2: 20, 32, 44, 56 or 110 in the literature."""
     blocks, rest = divmod(depth - 2, 6)
     if rest or blocks < 1:
         raise ValueError(f"depth={depth}: a CIFAR ResNet has 6n + 2 layers, such as 20, 32 or 44")
@@ -32,11 +32,11 @@ def groupnorm_resnet(depth: int = 20, classes: int = 10) -> nn.Sequential:
     network = nn.Sequential(
         *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)
     )
-    return taking((3, 32, 32), network)
+    return with_input_shape((3, 32, 32), network)
 
 
 class Block(nn.Module):
-    """relu(x + norm(conv(relu(norm(conv(x)))))); where the width doubles, the resolution halves."""
+    """relu(x + norm(conv(relu(norm(conv(x)))))). Where the width doubles, the resolution halves."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()

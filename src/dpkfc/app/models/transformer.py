@@ -1,4 +1,4 @@
-"""A compact vision transformer (Dosovitskiy et al., 2021), mean pooled, of parts that any per-sample method can see."""
+"""A small vision transformer (Dosovitskiy et al., 2021) with mean pooling, of ordinary layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpkfc.app.models.declared import taking
+from dpkfc.app.models.declared import with_input_shape
 
 
 def tiny_vit(
@@ -18,7 +18,10 @@ def tiny_vit(
     depth: int = 6,
     heads: int = 3,
 ) -> nn.Sequential:
-    """A ViT classifier of images [channels, image, image]; by default 64 tokens, 2.7 million weights."""
+    """A ViT classifier of images [channels, image, image].
+
+    By default it has 64 tokens and 2.7 million weights.
+    """
     if image % patch or width % heads:
         raise ValueError(
             f"patch={patch} must divide image={image}, and heads={heads} must divide width={width}"
@@ -30,11 +33,11 @@ def tiny_vit(
         MeanPool(),
         nn.Linear(width, classes),
     )
-    return taking((channels, image, image), network)
+    return with_input_shape((channels, image, image), network)
 
 
 class PatchEmbedding(nn.Module):
-    """Images to tokens [batch, tokens, width]: a linear map of each patch plus a learned vector for its position."""
+    """Images to tokens [batch, tokens, width]: a linear map per patch plus a position vector."""
 
     def __init__(self, channels: int, width: int, patch: int, tokens: int) -> None:
         super().__init__()
@@ -47,7 +50,7 @@ class PatchEmbedding(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer: attention, then a two-layer perceptron four times as wide, each added to its input."""
+    """One pre-norm layer: attention, then an MLP four times as wide, each with a residual."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -65,7 +68,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention whose four maps are plain `nn.Linear` layers."""
+    """Multi-head self-attention with four `nn.Linear` layers."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

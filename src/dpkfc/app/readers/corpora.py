@@ -1,13 +1,14 @@
-"""Texts with classes that go by a name, in one of their usual formats, in a folder that the user names.
+"""Text corpora that are known by name, in one of their usual formats, in a folder of the user.
 
-    imdb            DATA/imdb/train/pos/*.txt, train/neg, test/pos, test/neg (also below aclImdb, as it is unpacked)
-    ag-news         DATA/ag-news/train.csv, test.csv: class 1..4, title, description, without a header
+    imdb            DATA/imdb/train/pos/*.txt, train/neg, test/pos, test/neg (also below aclImdb)
+    ag-news         DATA/ag-news/train.csv, test.csv: class 1..4, title, description; no header
     sst-2           DATA/sst-2/train.tsv, dev.tsv: sentence and label
     stackoverflow   titles of questions with one of 20 tags, in a table as below
 
-or a table DATA/NAME.csv, .csv.gz or .csv.xz with the columns label, text (or title) and, but for stackoverflow, split.
-Where the source has no split, a fifth of the texts is kept for the test, by a hash of their content. The texts are in
-the order of such a hash, so that any part of them is like the others, whatever the format.
+Instead, any of them may be a table DATA/NAME.csv, .csv.gz or .csv.xz with the columns label, text
+(or title) and, except for stackoverflow, split. Where the source has no split, a fifth of the texts
+is kept for the test, by a hash of their content. The texts are sorted by such a hash, so that every
+slice of them is a random sample, whatever the format.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ import torch
 from torch import Tensor
 
 from dpkfc.app.readers.directory import data_directory
-from dpkfc.app.readers.records import Records, mark, split
-from dpkfc.errors import PrivacyError
+from dpkfc.app.readers.records import Records, content_digest, split
 
 TAGS = (
     "wordpress oracle svn apache excel matlab visual-studio cocoa osx bash "
@@ -39,15 +39,15 @@ CLASSES = {
     "sst-2": ("negative", "positive"),
     "stackoverflow": tuple(TAGS.split()),
 }
-FIRST = {"stackoverflow": 1}  # the number of the first class in the files, if not 0
-SHARE = 0.2
+FIRST_CLASS = {"stackoverflow": 1}  # the number of the first class in the files, if not 0
+TEST_SHARE = 0.2
 OPENERS: dict[str, Callable[..., TextIO]] = {
     ".csv": open,
     ".csv.gz": gzip.open,
     ".csv.xz": lzma.open,
 }
-TEXT = ("text", "title", "sentence")
-Rows = Iterable[tuple[str, int, str]]  # part (or nothing), class, text
+TEXT_COLUMNS = ("text", "title", "sentence")
+Rows = Iterable[tuple[str, int, str]]  # (part or "", class, text)
 
 
 @dataclass(frozen=True)
@@ -63,93 +63,91 @@ class Texts:
 
 @dataclass(frozen=True)
 class Corpus:
+    """Training and test texts, and the names of the classes."""
+
     names: tuple[str, ...]
     train: Texts
     test: Texts
 
 
 def corpus(name: str, data_dir: str | os.PathLike[str] | None = None) -> Corpus:
-    """The texts of `imdb`, `ag-news`, `sst-2` or `stackoverflow`. `data_dir` is $DPKFC_DATA by default."""
-    place = data_directory(data_dir)
-    tables = [place / f"{name}{ending}" for ending in OPENERS]
-    if found := next((table for table in tables if table.is_file()), None):
-        rows = _table(found, FIRST.get(name, 0))
-    elif name == "imdb" and (place / name).is_dir():
-        rows = _folders(place / name)
-    elif name == "ag-news" and (place / name).is_dir():
-        rows = _ag_news(place / name)
-    elif name == "sst-2" and (place / name).is_dir():
-        rows = _sst2(place / name)
+    """Read imdb, ag-news, sst-2 or stackoverflow. `data_dir` is $DPKFC_DATA by default."""
+    directory = data_directory(data_dir)
+    folder = directory / name
+    tables = [directory / f"{name}{ending}" for ending in OPENERS]
+    readers = {"imdb": _imdb, "ag-news": _ag_news, "sst-2": _sst2}
+    if table := next((table for table in tables if table.is_file()), None):
+        rows = _table(table, FIRST_CLASS.get(name, 0))
+    elif name in readers and folder.is_dir():
+        rows = readers[name](folder)
     else:
-        raise FileNotFoundError(
-            f"{tables[0]} is missing, and so is {place / name}. {_wanted(name)}"
-        )
-    return _corpus(name, rows, place)
+        raise FileNotFoundError(f"{tables[0]} is missing, and so is {folder}. {_advice(name)}")
+    return _corpus(name, rows, directory)
 
 
-def _wanted(name: str) -> str:
+def _advice(name: str) -> str:
     folders = {
         "imdb": "the folder aclImdb of ai.stanford.edu/~amaas/data/sentiment",
         "ag-news": "a folder with train.csv and test.csv",
         "sst-2": "a folder with train.tsv and dev.tsv of gluebenchmark.com",
     }
     columns = "label, title" if name == "stackoverflow" else "split, label, text"
-    table = f"a table with the columns {columns} (also packed, .csv.gz or .csv.xz)"
+    table = f"a table with the columns {columns} (also compressed, .csv.gz or .csv.xz)"
     return f"Put there {table}" + (f", or {folders[name]}" if name in folders else "")
 
 
-def _corpus(name: str, rows: Rows, place: Path) -> Corpus:
+def _corpus(name: str, rows: Rows, directory: Path) -> Corpus:
     names = CLASSES[name]
     parts: dict[str, list[tuple[bytes, int, str]]] = {}
     for part, label, text in rows:
         if not 0 <= label < len(names):
-            low = FIRST.get(name, 0)
-            raise PrivacyError(
-                f"{place}, {name}: the class {label + low} is not one of {low}..{low + len(names) - 1}"
+            low = FIRST_CLASS.get(name, 0)
+            raise ValueError(
+                f"{directory}, {name}: the class {label + low} is not one of "
+                f"{low}..{low + len(names) - 1}"
             )
-        parts.setdefault(part, []).append(
-            (mark(str(label).encode(), text.encode(errors="replace")), label, text)
+        digest = content_digest(str(label).encode(), text.encode(errors="replace"))
+        parts.setdefault(part, []).append((digest, label, text))
+    ordered = {part: sorted(content) for part, content in parts.items()}
+    if list(ordered) == [""]:
+        return Corpus(names, *_split_by_content(ordered[""]))
+    if set(ordered) != {"train", "test"}:
+        raise ValueError(
+            f"{directory}, {name}: the parts are {', '.join(map(repr, ordered))}, not 'train' and "
+            "'test'"
         )
-    found = {part: sorted(content) for part, content in parts.items()}
-    if list(found) == [""]:
-        return Corpus(names, *_by_content(found[""]))
-    if set(found) != {"train", "test"}:
-        raise PrivacyError(
-            f"{place}, {name}: the parts are {', '.join(map(repr, found))}, not 'train' and 'test'"
-        )
-    return Corpus(names, *(_texts(found[part]) for part in ("train", "test")))
+    return Corpus(names, *(_texts(ordered[part]) for part in ("train", "test")))
 
 
 def _texts(rows: list[tuple[bytes, int, str]]) -> Texts:
     return Texts([text for _, _, text in rows], torch.tensor([label for _, label, _ in rows]))
 
 
-def _by_content(rows: list[tuple[bytes, int, str]]) -> tuple[Texts, Texts]:
-    marks = [content for content, _, _ in rows]
-    numbered = Records(
-        torch.arange(len(rows)), torch.tensor([label for _, label, _ in rows]), marks
-    )
+def _split_by_content(rows: list[tuple[bytes, int, str]]) -> tuple[Texts, Texts]:
+    digests = [digest for digest, _, _ in rows]
+    labels = torch.tensor([label for _, label, _ in rows])
+    positions = Records(torch.arange(len(rows)), labels, digests)
     train, test = (
-        _texts([rows[row] for row in part.x.tolist()]) for part in split(numbered, SHARE)
+        _texts([rows[row] for row in part.x.tolist()]) for part in split(positions, TEST_SHARE)
     )
     return train, test
 
 
 def _part(split_name: str, where: str) -> str:
-    """Names such as train10k, dev and test as "train" and "test"."""
+    """Map names such as train10k and dev to "train" and "test"."""
     for beginning, part in (("train", "train"), ("test", "test"), ("dev", "test"), ("val", "test")):
         if split_name.startswith(beginning):
             return part
-    raise PrivacyError(f"{where}: the split {split_name!r} is neither train nor test")
+    raise ValueError(f"{where}: the split {split_name!r} is neither train nor test")
 
 
 def _table(file: Path, first: int) -> Iterator[tuple[str, int, str]]:
     with _opened(file) as stream:
         reader = csv.DictReader(stream)
         columns = reader.fieldnames or []
-        text = next((name for name in TEXT if name in columns), None)
+        text = next((name for name in TEXT_COLUMNS if name in columns), None)
         if text is None or "label" not in columns:
-            raise PrivacyError(
+            raise ValueError(
                 f"{file} has the columns {', '.join(columns)}: it needs label and text"
             )
         for row in reader:
@@ -172,24 +170,24 @@ def _opened(file: Path) -> Iterator[TextIO]:
             lzma.LZMAError,
             gzip.BadGzipFile,
         ) as problem:
-            raise PrivacyError(f"{file} is damaged ({problem}): fetch it again") from problem
+            raise ValueError(f"{file} is damaged ({problem}): fetch it again") from problem
 
 
 def _number(label: str | None, where: str) -> int:
     try:
         return int(label or "")
     except ValueError:
-        raise PrivacyError(f"{where}: the class {label!r} is not a number") from None
+        raise ValueError(f"{where}: the class {label!r} is not a number") from None
 
 
-def _folders(folder: Path) -> Iterator[tuple[str, int, str]]:
+def _imdb(folder: Path) -> Iterator[tuple[str, int, str]]:
     folder = folder / "aclImdb" if (folder / "aclImdb").is_dir() else folder
     for part in ("train", "test"):
         for label, name in enumerate(("neg", "pos")):
             files = sorted((folder / part / name).glob("*.txt"))
             if not files:
                 raise FileNotFoundError(
-                    f"{folder / part / name} has no .txt files. {_wanted('imdb')}"
+                    f"{folder / part / name} has no .txt files. {_advice('imdb')}"
                 )
             for file in files:
                 yield part, label, file.read_text(encoding="utf-8", errors="replace")
@@ -201,11 +199,8 @@ def _ag_news(folder: Path) -> Iterator[tuple[str, int, str]]:
         with _opened(file) as stream:
             for row in (reader := csv.reader(stream)):
                 if row:
-                    yield (
-                        part,
-                        _number(row[0], f"{file}, line {reader.line_num}") - 1,
-                        " . ".join(row[1:]),
-                    )
+                    label = _number(row[0], f"{file}, line {reader.line_num}") - 1
+                    yield part, label, " . ".join(row[1:])
 
 
 def _sst2(folder: Path) -> Iterator[tuple[str, int, str]]:

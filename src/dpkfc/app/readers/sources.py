@@ -1,8 +1,9 @@
-"""Private records from a user's own files, read so that nothing is learned from them on the way.
+"""Private records from the user's own files, read so that nothing is learned from them on the way.
 
-Epsilon covers the training. A mean, a vocabulary or a list of categories that was computed from the records would
-tell something of them that no epsilon covers. So pixels are scaled by the range of their format, table columns by a
-schema that was declared, words by a fixed hash; and the features of a record depend on that record alone.
+Epsilon covers the training. A mean, a vocabulary or a list of categories computed from the records
+would reveal something about them that no epsilon covers. So pixels are scaled by the range of their
+format, table columns by a declared schema, and words by a fixed hash. The features of a record
+depend on that record alone.
 """
 
 from __future__ import annotations
@@ -20,8 +21,15 @@ from dpkfc.app.readers import corpora, folders, hugging_face, images, medmnist, 
 from dpkfc.app.readers.cifar import CIFAR10, CIFAR100, cifar10, cifar100
 from dpkfc.app.readers.digits import digits
 from dpkfc.app.readers.idx import idx_images
-from dpkfc.app.readers.records import Kind, Read, Records, distinct, joined, split
-from dpkfc.errors import PrivacyError
+from dpkfc.app.readers.records import (
+    Kind,
+    ParsedSource,
+    Records,
+    check_distinct,
+    concatenate,
+    split,
+)
+from dpkfc.app.suggestions import did_you_mean
 from dpkfc.probes.probe import Probe
 
 TABLES = (".csv", ".tsv", ".parquet")
@@ -38,34 +46,30 @@ FASHION = (
     "boot",
 )
 DIGITS = tuple(map(str, range(10)))
-Pair = tuple[TensorDataset, TensorDataset]
-Encode = Callable[[], texts.Encoding]  # made when texts are found
-NAMED: dict[str, tuple[tuple[str, ...], Callable[[Path | None], Pair]]] = {
+TrainAndTest = tuple[TensorDataset, TensorDataset]
+# Public data sets by name: the names of their classes, and a reader, called with the data folder.
+NAMED: dict[str, tuple[tuple[str, ...], Callable[[Path | None], TrainAndTest]]] = {
     "digits": (DIGITS, lambda data_dir: digits()),
-    "mnist": (DIGITS, lambda data_dir: idx_images("mnist", data_dir)),
-    "fashion-mnist": (FASHION, lambda data_dir: idx_images("fashion-mnist", data_dir)),
+    "mnist": (DIGITS, partial(idx_images, "mnist")),
+    "fashion-mnist": (FASHION, partial(idx_images, "fashion-mnist")),
     "cifar-10": (CIFAR10, cifar10),
     "cifar-100": (CIFAR100, cifar100),
-    "pathmnist": (
-        medmnist.CLASSES["pathmnist"],
-        lambda data_dir: medmnist.medmnist("pathmnist", data_dir),
-    ),
-    "pneumoniamnist": (
-        medmnist.CLASSES["pneumoniamnist"],
-        lambda data_dir: medmnist.medmnist("pneumoniamnist", data_dir),
-    ),
+    **{
+        name: (classes, partial(medmnist.medmnist, name))
+        for name, classes in medmnist.CLASSES.items()
+    },
     **{
         name: (classes, partial(texts.hashed_corpus, name))
         for name, classes in corpora.CLASSES.items()
     },
 }
-SHARE = 0.2
-BYTES = 8 * 2**30  # of inputs that are held in memory without a word
+TEST_SHARE = 0.2
+LARGE_BYTES = 8 * 2**30  # inputs that take more memory get a remark
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Training and test records, and what is taken as public of them."""
+    """Training and test records, and the facts about them that are treated as public."""
 
     train: TensorDataset
     test: TensorDataset | None
@@ -74,18 +78,46 @@ class Loaded:
     classes: int
     names: tuple[str, ...]  # of the classes
     remarks: tuple[str, ...]
-    probe: Probe  # what inputs look like, told by no record
-    source: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # how `load` was called, as config.json has it
+    probe: Probe  # resembles the inputs, from declared facts alone
+    source: Mapping[str, Any] = field(default_factory=dict)  # arguments of `load`, for config.json
 
     def all_remarks(self, records: int | None = None) -> tuple[str, ...]:
-        """With one on the number of records: the true one, or `records`, which is stated instead of it."""
+        """The remarks, with one about the number of records.
+
+        Args:
+            records: the number that was stated instead of the true one, if any.
+        """
         if records is None:
-            count = f"the number of records, {len(self.train)} to train on, is taken as public"
+            count = f"the number of training records, {len(self.train)}, is treated as public"
         else:
-            count = f"the number of records to train on is stated as {records}, which is public; the true one is not"
+            count = (
+                f"the number of training records is stated as {records}, which is public; the true "
+                "number is private"
+            )
         return (count, *self.remarks)
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How to read a source: the arguments of `load`, checked."""
+
+    target: str | None
+    text: str | None
+    schema: tables.Schema
+    classes: tuple[str, ...] | None
+    features: int
+    tokenizer: str | None
+    limits: images.Limits | None
+    size: int
+    grey: bool
+    indicators: bool
+    data_dir: Path | None
+
+    def encoding(self) -> texts.Encoding:
+        """How texts become inputs. Called when there are texts: it may load a tokenizer."""
+        return (
+            texts.words(self.features) if self.tokenizer is None else texts.tokens(self.tokenizer)
+        )
 
 
 def load(
@@ -95,7 +127,7 @@ def load(
     text: str | None = None,
     schema: tables.Schema | None = None,
     classes: tuple[str, ...] | None = None,
-    test: float | str | Path = SHARE,
+    test: float | str | Path = TEST_SHARE,
     features: int = texts.FEATURES,
     tokenizer: str | None = None,
     limits: images.Limits | None = None,
@@ -104,71 +136,56 @@ def load(
     indicators: bool = False,
     data_dir: Path | None = None,
 ) -> Loaded:
-    """The records of a file, a folder, or a data set known by name.
+    """Read the records of a file, a folder, or a data set known by name.
 
     Args:
-        source: a .csv, .tsv or .parquet table; an .npz file of arrays; a folder of idx files, or with a subfolder of
-            images or .txt files for each class; a data set of Hugging Face, saved in a folder or as hf:NAME; or a name
-            in `NAMED`.
-        target, text: columns of a table: the class, and the text if that is what to learn from.
-        schema: ranges and categories of the columns, and the classes: see `data.tables`.
-        classes: their names, if neither the schema nor the folders are to say.
-        test: the share of the records that is kept for the test, or where the test records are. A source with a test
-            part of its own keeps that. 0 for none.
-        features: that words are hashed into.
-        tokenizer: a pretrained model whose token ids texts become instead: see `models.backbone`.
-        limits: the smallest and largest value of arrays that are not bytes.
-        size, grey: what image files are brought to.
-        indicators: features that say where a number is missing.
-        data_dir: where the data sets known by name are; $DPKFC_DATA by default.
+        source: a .csv, .tsv or .parquet table; an .npz file of arrays; a folder of idx files; a
+            folder with one subfolder of images or .txt files per class; a Hugging Face data set,
+            saved in a folder or as hf:NAME; or a name in `NAMED`.
+        target, text: columns of a table: the class, and the text if the model learns from text.
+        schema: ranges and categories of the columns, and the classes: see `readers.tables`.
+        classes: the names of the classes, if neither the schema nor the folders declare them.
+        test: the share of the records that is kept for the test, or the path of test records. A
+            test part of the source is used instead of a share. 0 for no test.
+        features: the number of features of hashed words.
+        tokenizer: a pretrained model. Texts become its token ids instead of hashed words.
+        limits: the smallest and the largest value of arrays that are not bytes.
+        size, grey: image files are resized to size x size pixels, in greyscale if `grey`.
+        indicators: add features that say where a number is missing.
+        data_dir: the folder of the data sets known by name; $DPKFC_DATA by default.
+
+    Raises:
+        ValueError: the content or an argument is wrong, or a needed declaration is missing.
+        OSError: a file is missing or cannot be read.
     """
-    declared = None if classes is None else distinct(classes, "classes")
-
-    def encoding() -> texts.Encoding:
-        return texts.words(features) if tokenizer is None else texts.tokens(tokenizer)
-
     if limits is not None and not limits[0] < limits[1]:
-        raise PrivacyError(
-            f"range {limits[0]:g},{limits[1]:g}: give the smallest and the largest value, in that order"
+        raise ValueError(
+            f"range {limits[0]:g},{limits[1]:g}: give the smallest and the largest value, in that "
+            "order"
         )
-
-    def read(place: str | Path) -> Read:
-        path = Path(place)
-        if str(place).startswith(hugging_face.PREFIX) or hugging_face.is_saved(path):
-            return hugging_face.read_hugging_face(
-                str(place),
-                target=target,
-                text=text,
-                schema=schema or {},
-                declared=declared,
-                encoding=encoding,
-                size=size,
-                grey=grey,
-                indicators=indicators,
-            )
-        if not path.exists():
-            if str(place) in NAMED:
-                return _named(str(place), data_dir, encoding)
-            raise PrivacyError(
-                f"there is no {path}: give a file, a folder, or one of {', '.join(NAMED)}"
-            )
-        if path.is_dir():
-            return _folder(path, declared, encoding, size, grey)
-        if path.suffix.lower() == ".npz":
-            return images.read_npz(path, declared, limits)
-        if path.suffix.lower() in TABLES:
-            return _table(path, target, text, schema or {}, declared, encoding, indicators)
-        raise PrivacyError(
-            f"{path}: {path.suffix or 'no ending'}: give a folder, or one of {', '.join(TABLES)}, .npz"
-        )
-
-    share, elsewhere = _parse_test(test)
+    declared = None if classes is None else check_distinct(classes, "classes")
+    options = ReadOptions(
+        target,
+        text,
+        schema or {},
+        declared,
+        features,
+        tokenizer,
+        limits,
+        size,
+        grey,
+        indicators,
+        data_dir,
+    )
+    share, test_path = _parse_test(test)
     try:
-        found = read(source)
-        other = None if elsewhere is None else _agreeing(read(elsewhere), found, elsewhere)
-    except (OSError, UnicodeError) as problem:
-        raise PrivacyError(f"{source} cannot be read: {problem}") from problem
-    called = {
+        parsed = _read(source, options)
+        other = None if test_path is None else _read(test_path, options)
+    except OSError as problem:
+        raise OSError(f"{source} cannot be read: {problem}") from problem
+    except UnicodeError as problem:
+        raise ValueError(f"{source} cannot be read: {problem}") from problem
+    arguments = {
         "path": str(source),
         "target": target,
         "text": text,
@@ -184,127 +201,159 @@ def load(
         **({} if tokenizer is None else {"tokenizer": tokenizer}),
     }
     if other is not None:
-        parts = (
-            found.train,
-            joined([other.train, other.test]),
-            f"test records are those of {elsewhere}",
-        )
-    elif found.test is not None:
-        parts = (found.train, found.test, "the source has a test part of its own")
+        _check_agreement(other, parsed, test_path)
+        train = parsed.train
+        held_out = concatenate([other.train, other.test])
+        remark = f"test records are those of {test_path}"
+    elif parsed.test is not None:
+        train, held_out = parsed.train, parsed.test
+        remark = "the source has a test part of its own"
     else:
-        remark = (
-            f"a share of {share:g} is kept for the test, chosen by a hash of each record's content"
-        )
-        parts = (*split(found.train, share), remark)
-    return _loaded(found, called, *parts)
+        train, held_out = split(parsed.train, share)
+        remark = f"a share of {share:g} is kept for the test, by a hash of each record's content"
+    return _loaded(parsed, arguments, train, held_out, remark)
 
 
 def _parse_test(test: float | str | Path) -> tuple[float, str | Path | None]:
-    """The share of a number, or a path."""
+    """A share, or a path."""
     try:
         share = float(test)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return 0.0, test  # type: ignore[return-value]
     if not 0 <= share < 1:
-        raise PrivacyError(
-            f"test={share:g}: a share of the records, from 0 to below 1, or the path of test records"
+        raise ValueError(
+            f"test={share:g}: give a share of the records, from 0 to below 1, or the path of test "
+            "records"
         )
     return share, None
 
 
-def _agreeing(other: Read, found: Read, where: str | Path) -> Read:
-    if other.train.x.shape[1:] != found.train.x.shape[1:] or other.names != found.names:
-        raise PrivacyError(
-            f"{where}: inputs of shape {tuple(other.train.x.shape[1:])} and {len(other.names)} classes, but the "
-            f"training records have {tuple(found.train.x.shape[1:])} and {len(found.names)}: they must agree"
+def _read(source: str | Path, options: ReadOptions) -> ParsedSource:
+    path = Path(source)
+    if str(source).startswith(hugging_face.PREFIX) or hugging_face.is_saved(path):
+        return hugging_face.read_hugging_face(
+            str(source),
+            target=options.target,
+            text=options.text,
+            schema=options.schema,
+            declared=options.classes,
+            encoding=options.encoding,
+            size=options.size,
+            grey=options.grey,
+            indicators=options.indicators,
         )
-    return other
+    if not path.exists():
+        if str(source) in NAMED:
+            return _read_named(str(source), options)
+        raise ValueError(
+            f"there is no {path}{did_you_mean(str(source), NAMED)}: give a file, a folder, or one "
+            f"of {', '.join(NAMED)}"
+        )
+    if path.is_dir():
+        return _read_folder(path, options)
+    ending = path.suffix.lower()
+    if ending == ".npz":
+        return images.read_npz(path, options.classes, options.limits)
+    if ending in TABLES:
+        return _read_table(path, options)
+    raise ValueError(
+        f"{path}: {path.suffix or 'no ending'}: give a folder, or one of {', '.join(TABLES)}, .npz"
+    )
+
+
+def _read_named(name: str, options: ReadOptions) -> ParsedSource:
+    if name in corpora.CLASSES:
+        return texts.read_corpus(name, options.data_dir, options.encoding())
+    names, read = NAMED[name]
+    train, test = (_records(part) for part in read(options.data_dir))
+    probe = images.image_probe(tuple(train.x.shape[1:]), len(names))
+    return ParsedSource("images", names, train, test, probe)
+
+
+def _records(part: TensorDataset) -> Records:
+    """Records of a public data set. Its authors split it, so no digests are needed."""
+    x, y = part.tensors
+    return Records(x.to(torch.float32), y, [b""] * len(y))
+
+
+def _read_folder(folder: Path, options: ReadOptions) -> ParsedSource:
+    if any(folder.glob("*train-images*idx3*")):
+        return images.read_idx_folder(folder, options.classes)
+    parts, are_texts, remarks = folders.class_folders(folder)
+    names = folders.class_list(parts, options.classes, folder)
+    parsed = (
+        texts.read_text_folders(parts, names, options.encoding())
+        if are_texts
+        else images.read_image_folders(parts, names, options.size, options.grey)
+    )
+    return replace(parsed, remarks=(*parsed.remarks, *remarks))
+
+
+def _read_table(path: Path, options: ReadOptions) -> ParsedSource:
+    table = tables.read_table(path)
+    target, schema = options.target, options.schema
+    if target is None:
+        raise ValueError(
+            f"{path}: which column is the class? Give --target; it has {', '.join(table.header)}"
+        )
+    if options.text is None and not schema:
+        raise ValueError(
+            f"{path}: ranges and categories must be declared, since reading them from the records "
+            f"would not be private: give --schema FILE (`dpkfc data {path} --target {target} "
+            "--suggest-schema FILE` drafts one for you to check), or --text COLUMN"
+        )
+    names = options.classes
+    if names is None:
+        names = tables.target_classes(schema, target)
+    if options.text is not None:
+        return tables.read_text_column(table, options.text, target, names, options.encoding())
+    return tables.read_tabular(table, target, schema, names, options.indicators)
+
+
+def _check_agreement(other: ParsedSource, parsed: ParsedSource, where: str | Path | None) -> None:
+    shape = tuple(parsed.train.x.shape[1:])
+    other_shape = tuple(other.train.x.shape[1:])
+    if other_shape != shape or other.names != parsed.names:
+        raise ValueError(
+            f"{where}: inputs of shape {other_shape} and {len(other.names)} classes, but the "
+            f"training records have {shape} and {len(parsed.names)}: they must agree"
+        )
 
 
 def _loaded(
-    found: Read, called: Mapping[str, Any], train: Records, test: Records | None, remark: str
+    parsed: ParsedSource,
+    arguments: Mapping[str, Any],
+    train: Records,
+    test: Records | None,
+    remark: str,
 ) -> Loaded:
     if test is not None and not len(test):
         test = None
     if not len(train):
-        raise PrivacyError(
-            "there are no training records: check the source, or keep fewer for the test (--test 0.1)"
+        raise ValueError(
+            "there are no training records: check the source, or keep fewer for the test "
+            "(--test 0.1)"
         )
-    if len(found.names) < 2:
-        raise PrivacyError(
-            f"{len(found.names)} class is not enough to learn from: declare at least two"
+    if len(parsed.names) < 2:
+        raise ValueError(
+            f"{len(parsed.names)} class is not enough to learn from: declare at least two"
         )
-    public = f"the list of {len(found.names)} classes is taken as public"
+    remarks = [
+        f"the list of {len(parsed.names)} classes is treated as public",
+        *parsed.remarks,
+        remark if test is not None else "there is no test part",
+    ]
     size = train.x.numel() * 4
-    large = (f"the inputs take {size / 2**30:.1f} GB of memory",) if size > BYTES else ()
+    if size > LARGE_BYTES:
+        remarks.append(f"the inputs take {size / 2**30:.1f} GB of memory")
     return Loaded(
         TensorDataset(train.x, train.y),
         None if test is None else TensorDataset(test.x, test.y),
-        found.kind,
+        parsed.kind,
         tuple(train.x.shape[1:]),
-        len(found.names),
-        found.names,
-        (public, *found.remarks, remark if test is not None else "there is no test part", *large),
-        found.probe,
-        called,
+        len(parsed.names),
+        parsed.names,
+        tuple(remarks),
+        parsed.probe,
+        arguments,
     )
-
-
-def _named(name: str, data_dir: Path | None, encoding: Encode) -> Read:
-    names, read = NAMED[name]
-    if name in corpora.CLASSES:
-        return texts.read_corpus(name, data_dir, encoding())
-    try:
-        train, test = (_records(part) for part in read(data_dir))
-    except ValueError as problem:
-        raise PrivacyError(str(problem)) from problem
-    return Read(
-        "images", names, train, test, images.image_probe(tuple(train.x.shape[1:]), len(names))
-    )
-
-
-def _records(part: TensorDataset) -> Records:
-    x, y = part.tensors
-    return Records(
-        x.to(torch.float32), y, [b""] * len(y)
-    )  # split by its authors: no marks are needed
-
-
-def _folder(
-    folder: Path, declared: tuple[str, ...] | None, encoding: Encode, size: int, grey: bool
-) -> Read:
-    if any(folder.glob("*train-images*idx3*")):
-        return images.read_idx_folder(folder, declared)
-    parts, are_texts, remarks = folders.class_folders(folder)
-    names = folders.class_list(parts, declared, folder)
-    read = (
-        texts.read_text_folders(parts, names, encoding())
-        if are_texts
-        else images.read_image_folders(parts, names, size, grey)
-    )
-    return replace(read, remarks=(*read.remarks, *remarks))
-
-
-def _table(
-    path: Path,
-    target: str | None,
-    text: str | None,
-    schema: tables.Schema,
-    declared: tuple[str, ...] | None,
-    encoding: Encode,
-    indicators: bool,
-) -> Read:
-    table = tables.read_table(path)
-    if target is None:
-        raise PrivacyError(
-            f"{path}: which column is the class? Give --target; it has {', '.join(table.header)}"
-        )
-    if text is None and not schema:
-        raise PrivacyError(
-            f"{path}: ranges and categories must be declared, since the records must not tell: give --schema FILE "
-            f"(`dpkfc data {path} --target {target} --suggest-schema FILE` drafts one for you to check), or --text COL"
-        )
-    names = tables.target_classes(schema, target) if declared is None else declared
-    if text is not None:
-        return tables.read_text_column(table, text, target, names, encoding())
-    return tables.read_tabular(table, target, schema, names, indicators)

@@ -1,6 +1,7 @@
-"""New records, which need no class, read as those of a run were: by what the run's config.json holds, and nothing else.
+"""New records without classes, read in the same way as those of a run.
 
-The schema, the columns, the range, the tokenizer and the shape are the run's own. Only where the records are is new.
+The schema, the columns, the range, the tokenizer and the shape come from the run's config.json.
+Only the path of the records is new.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from torch import Tensor
 from dpkfc.app.readers import folders, images, tables, texts
 from dpkfc.app.readers.records import Kind
 from dpkfc.app.readers.sources import TABLES
-from dpkfc.errors import PrivacyError
 from dpkfc.probes.probe import Probe
 from dpkfc.probes.tabular import Tabular
 
-FOR = {
+EXPECTED = {
     "images": "an .npz file, an image, or a folder of images",
     "text": "a table with the column of texts, a .txt file, or a folder of them",
     "tabular": "a table with the columns of the schema, or an .npz file if the run had one",
@@ -29,53 +29,57 @@ FOR = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs [N, ...], and of each the file that it comes from, or the number of its row."""
+    """Inputs [N, ...], and the file or the row number of each."""
 
     x: Tensor
     names: list[str]
 
 
 def kind_of(config: Mapping[str, Any]) -> Kind:
-    """What kind of data the run of this config.json had."""
+    """The kind of data of the run with this config.json."""
     source = config["source"]
     if len(config["shape"]) == 3:
         return "images"
     if source.get("text") is not None or source.get("tokenizer") is not None:
         return "text"
     is_file = Path(source.get("path", "a.npz")).suffix.lower() in (*TABLES, ".npz")
-    return (
-        "tabular" if is_file or source.get("schema") is not None else "text"
-    )  # else folders or names: hashed words
+    # Folders and names that are neither images nor tables are texts, as hashed words.
+    return "tabular" if is_file or source.get("schema") is not None else "text"
 
 
 def probe_of(config: Mapping[str, Any]) -> Probe:
-    """The probe that the run's model was built with."""
-    kind, shape = kind_of(config), tuple(config["shape"])
+    """The probe with which the run's model was built."""
+    kind = kind_of(config)
+    shape = tuple(config["shape"])
     if kind == "images":
         return images.image_probe(shape, len(config["classes"]))
     return _encoding(config).probe if kind == "text" else Tabular(shape[0])
 
 
 def read_inputs(source: str | Path, config: Mapping[str, Any]) -> Inputs:
-    """The records of a file or folder, as inputs of the run's model."""
-    path, kind = Path(source), kind_of(config)
+    """Read a file or folder as inputs of the run's model."""
+    path = Path(source)
+    kind = kind_of(config)
     if not path.exists():
-        raise PrivacyError(f"there is no {path}: give {FOR[kind]}")
+        raise FileNotFoundError(f"there is no {path}: give {EXPECTED[kind]}")
     try:
-        found = _read(path, kind, config)
-    except (OSError, UnicodeError) as problem:
-        raise PrivacyError(f"{path} cannot be read: {problem}") from problem
-    if found is None:
-        raise PrivacyError(f"{path} is not what a run on {kind} data can read: give {FOR[kind]}")
-    wanted = tuple(config["shape"])
-    if tuple(found.x.shape[1:]) != wanted:
-        raise PrivacyError(
-            f"{path}: inputs of shape {tuple(found.x.shape[1:])}, but the run was trained on {wanted}"
+        inputs = _read(path, kind, config)
+    except OSError as problem:
+        raise OSError(f"{path} cannot be read: {problem}") from problem
+    except UnicodeError as problem:
+        raise ValueError(f"{path} cannot be read: {problem}") from problem
+    if inputs is None:
+        raise ValueError(f"{path} cannot be used for a run on {kind} data: give {EXPECTED[kind]}")
+    shape = tuple(inputs.x.shape[1:])
+    if shape != tuple(config["shape"]):
+        raise ValueError(
+            f"{path}: inputs of shape {shape}, but the run was trained on {tuple(config['shape'])}"
         )
-    return found
+    return inputs
 
 
 def _read(path: Path, kind: Kind, config: Mapping[str, Any]) -> Inputs | None:
+    """None if the file or folder is of another kind."""
     ending = path.suffix.lower()
     if ending in TABLES and kind != "images":
         return _table(path, kind, config)
@@ -89,13 +93,14 @@ def _read(path: Path, kind: Kind, config: Mapping[str, Any]) -> Inputs | None:
 
 
 def _table(path: Path, kind: Kind, config: Mapping[str, Any]) -> Inputs:
-    source, table = config["source"], tables.read_table(path)
+    source = config["source"]
+    table = tables.read_table(path)
     if kind == "text":
         x = _encoding(config).encode(table.column(source.get("text") or "text", "the text"))
     else:
         if source.get("schema") is None:
-            raise PrivacyError(
-                f"{path}: the run was trained on arrays, and has no schema to read a table by: give .npz"
+            raise ValueError(
+                f"{path}: the run was trained on arrays and has no schema for a table: give .npz"
             )
         columns = tables.declared_columns(source["schema"], source["target"])
         x = tables.encode(table, columns, bool(source.get("indicators")))[0]
@@ -107,8 +112,9 @@ def _images(path: Path, shape: tuple[int, ...]) -> Inputs | None:
     if not files:
         return None
     if shape[1] != shape[2] or shape[0] not in (1, 3):
-        raise PrivacyError(
-            f"{path}: the run was trained on arrays of shape {shape}, not on image files: give an .npz file"
+        raise ValueError(
+            f"{path}: the run was trained on arrays of shape {shape}, not on image files: give an "
+            ".npz file"
         )
     x = torch.stack([images.read_image(file, shape[1], grey=shape[0] == 1) for file in files])
     return Inputs(x, _relative(files, path))
@@ -128,8 +134,8 @@ def _encoding(config: Mapping[str, Any]) -> texts.Encoding:
 
 
 def _files(path: Path, endings: frozenset[str]) -> list[Path]:
-    found = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    return [file for file in found if file.suffix.lower() in endings]
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    return [file for file in files if file.suffix.lower() in endings]
 
 
 def _relative(files: list[Path], path: Path) -> list[str]:

@@ -1,1 +1,1 @@
-"""What a person sees."""
+"""Tables, figures and HTML reports."""

@@ -1,4 +1,4 @@
-"""Accuracy by data set and arm: as a table in the terminal, as Markdown, and as a plot of every seed."""
+"""Accuracy by data set and arm: as a table, as Markdown, and as a figure with every seed."""
 
 from __future__ import annotations
 
@@ -6,26 +6,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import TYPE_CHECKING
 
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 HEADINGS = ("data set", "arm", "tries", "chosen", "validation %", "test %", "paper %")
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One arm on one data set: what was chosen on validation, and the test accuracies of the runs that followed."""
+    """One arm on one data set: the setting chosen on validation, and the final test accuracies."""
 
     dataset: str
     arm: str
     tries: int
     chosen: str
-    validation: float | None  # None if the setting was chosen elsewhere
-    tests: tuple[float, ...]  # one a seed
+    validation: float | None  # None if the setting was chosen on another data set
+    tests: tuple[float, ...]  # one per seed
     paper: float | None = None  # in percent
 
 
 def accuracy_table(summaries: Sequence[Summary], title: str) -> Table:
+    """The table for the terminal, with one section per data set."""
     table = Table(title=title, title_justify="left")
     for heading in HEADINGS:
         table.add_column(
@@ -39,7 +44,7 @@ def accuracy_table(summaries: Sequence[Summary], title: str) -> Table:
 
 
 def accuracy_markdown(summaries: Sequence[Summary], title: str, remark: str) -> str:
-    """All there is to tell; with many data sets, an overview first, which also says what was not run."""
+    """The table as Markdown. Many data sets have an overview first, with missing runs too."""
     known = [row for row in summaries if row.tries or row.tests]
     lines = [HEADINGS, ("---", "---", "---:", "---", "---:", "---:", "---:"), *map(_cells, known)]
     overview = (
@@ -51,17 +56,15 @@ def accuracy_markdown(summaries: Sequence[Summary], title: str, remark: str) -> 
 
 
 def _overview(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
-    """Arms by data sets: the test accuracy, and the paper's in brackets."""
+    """Arms by data sets: the test accuracy, and that of the paper in brackets."""
     datasets = list(dict.fromkeys(row.dataset for row in summaries))
-    cells = {
-        (row.arm, row.dataset): mean_and_spread(row.tests) + _in_the_paper(row) for row in summaries
-    }
+    cells = {(row.arm, row.dataset): mean_and_spread(row.tests) + _paper(row) for row in summaries}
     arms = dict.fromkeys(row.arm for row in summaries)
     lines = [(arm, *(cells.get((arm, dataset), "") for dataset in datasets)) for arm in arms]
     return [("test % [paper]", *datasets), ("---",) * (1 + len(datasets)), *lines]
 
 
-def _in_the_paper(row: Summary) -> str:
+def _paper(row: Summary) -> str:
     return "" if row.paper is None else f" [{row.paper:.1f}]"
 
 
@@ -94,7 +97,7 @@ def mean_and_spread(accuracies: Sequence[float]) -> str:
 
 
 def plot_accuracy(summaries: Sequence[Summary], file: Path) -> None:
-    """A panel a data set: a dot for every seed, a bar at the mean, a cross where the paper stands."""
+    """One panel per data set: one dot per seed, a bar at the mean, a cross for the paper."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -113,18 +116,8 @@ def plot_accuracy(summaries: Sequence[Summary], file: Path) -> None:
         panel.set_axis_off()
     for panel, dataset in zip(panels, datasets, strict=True):
         for row in summaries:
-            if row.dataset != dataset:
-                continue
-            place, tests = arms.index(row.arm), [100 * accuracy for accuracy in row.tests]
-            panel.plot(
-                tests, [place] * len(tests), "o", color="tab:blue", alpha=0.6, label="one seed"
-            )
-            if tests:
-                panel.plot(fmean(tests), place, "|", color="black", markersize=18, label="mean")
-                label = (f"{fmean(tests):.1f}", (fmean(tests), place), (0, 11))
-                panel.annotate(*label, textcoords="offset points", ha="center", fontsize=8)
-            if row.paper is not None:
-                panel.plot(row.paper, place, "x", color="tab:red", label="paper")
+            if row.dataset == dataset:
+                _plot_arm(panel, row, arms.index(row.arm))
         panel.set_title(dataset)
         panel.set_xlabel("test accuracy, %")
         panel.set_yticks(range(len(arms)), arms)
@@ -138,3 +131,21 @@ def plot_accuracy(summaries: Sequence[Summary], file: Path) -> None:
     figure.legend(entries.values(), entries.keys(), ncols=3, loc="outside upper center", fontsize=8)
     figure.savefig(file, dpi=150)
     plt.close(figure)
+
+
+def _plot_arm(panel: Axes, row: Summary, height: int) -> None:
+    tests = [100 * accuracy for accuracy in row.tests]
+    panel.plot(tests, [height] * len(tests), "o", color="tab:blue", alpha=0.6, label="one seed")
+    if tests:
+        mean = fmean(tests)
+        panel.plot(mean, height, "|", color="black", markersize=18, label="mean")
+        panel.annotate(
+            f"{mean:.1f}",
+            (mean, height),
+            (0, 11),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+        )
+    if row.paper is not None:
+        panel.plot(row.paper, height, "x", color="tab:red", label="paper")

@@ -1,4 +1,4 @@
-"""The report of an experiment: one HTML file from the Markdown, the pictures and the settings in its folder."""
+"""The report of an experiment: one HTML file of the tables, figures and settings in its folder."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from dpkfc.app.reports.page import (
     flat,
     write_page,
 )
-from dpkfc.errors import PrivacyError
 
-KINDS = {  # of a line of Markdown, by how it begins; what is none of the others is text
+# Kinds of Markdown lines, by how they begin. The first match counts.
+KINDS = {
     "code": r" {4}|\t",
     "blank": r"\s*$",
     "heading": r"#{1,6} ",
@@ -34,8 +34,8 @@ KINDS = {  # of a line of Markdown, by how it begins; what is none of the others
     "picture": r"!\[[^]]*\]\([^)]+\)\s*$",
     "text": r"",
 }
-LONGEST = 12  # numbers in a list that is a setting, not a result
-QUICK = "**Quick:** a small part of the experiment, to see that it works. Nothing follows from its figures."
+LONGEST_SETTING = 12  # numbers in a list; longer lists are results
+QUICK = "**Quick:** a small part of the experiment, to see that it works. Its numbers mean nothing."
 
 
 def publish(
@@ -45,7 +45,13 @@ def publish(
     plot: Callable[[Path], None] | None = None,
     quick: bool = False,
 ) -> None:
-    """Write the Markdown and the picture of an experiment beside the file of its results, and show the Markdown."""
+    """Write the Markdown and the figure of an experiment beside its results; print the Markdown.
+
+    Args:
+        results: the file of the results. The others have the same name.
+        plot: draws the figure into a file.
+        quick: mark the text as a quick run.
+    """
     if quick:
         heading, _, rest = text.partition("\n")
         text = f"{heading}\n\n{QUICK}\n{rest}"
@@ -54,15 +60,16 @@ def publish(
     if plot is not None and find_spec("matplotlib"):
         plot(results.with_suffix(".png"))
     elif plot is not None:
-        console.print("matplotlib is not installed: no picture")
+        console.print("matplotlib is not installed: no figure")
 
 
 def is_experiment(folder: Path) -> bool:
+    """Whether the folder holds tables or figures."""
     return any(_files(folder, "md")) or any(_files(folder, "png"))
 
 
 def title_of(folder: Path) -> str:
-    """The heading of the only Markdown file; with more of them, or none, the name of the folder."""
+    """The heading of the only Markdown file; otherwise the name of the folder."""
     files = list(_files(folder, "md"))
     headings = (
         re.findall(r"(?m)^# (.+)$", files[0].read_text(encoding="utf-8")) if len(files) == 1 else []
@@ -71,32 +78,37 @@ def title_of(folder: Path) -> str:
 
 
 def write_experiment_report(folder: Path, title: str) -> Path:
-    """Write `report.html` into a folder that `dpkfc reproduce` left: all its tables, pictures and settings."""
+    """Write `report.html` into the folder of an experiment: its tables, figures and settings."""
     if not is_experiment(folder):
-        raise PrivacyError(
-            f"{folder} holds no tables and no pictures: run `dpkfc reproduce NAME --out {folder}` first"
+        raise ValueError(
+            f"{folder} holds no tables and no figures: run `dpkfc reproduce NAME --out {folder}` "
+            "first"
         )
     pictures = {file.name: file for file in _files(folder, "png")}
     sections: list[Section] = []
     for file in _files(folder, "md"):
-        found = read_markdown(file.read_text(encoding="utf-8"), pictures, title)
-        own = pictures.pop(f"{file.stem}.png", None)
-        sections += found if own is None else [*found, Section("", [_picture(own)])]
+        sections += read_markdown(file.read_text(encoding="utf-8"), pictures, title)
+        if (same_name := pictures.pop(f"{file.stem}.png", None)) is not None:
+            sections.append(Section("", [_picture(same_name)]))
     if pictures:
-        sections.append(Section("Pictures", [*map(_picture, pictures.values())]))
+        sections.append(Section("Figures", [*map(_picture, pictures.values())]))
     for file in _files(folder, "json", "jsonl"):
         if facts := _settings(file):
             sections.append(Section(f"Settings in {file.name}", [Facts(facts)]))
     parts = [part for section in sections for part in section.parts]
-    tables, shown = (sum(isinstance(part, kind) for part in parts) for kind in (Grid, Picture))
-    lead = f"The results of an experiment: {_count(tables, 'table')}, {_count(shown, 'picture')}."
+    tables = sum(isinstance(part, Grid) for part in parts)
+    figures = sum(isinstance(part, Picture) for part in parts)
+    lead = f"The results of an experiment: {_count(tables, 'table')}, {_count(figures, 'figure')}."
     return write_page(folder, title, lead, sections)
 
 
 def read_markdown(text: str, pictures: dict[str, Path], title: str = "") -> list[Section]:
-    """Headings, paragraphs, pipe tables, code and pictures; a picture that is shown is taken out of `pictures`.
+    """Parse headings, paragraphs, pipe tables, code and pictures. Anything else is text.
 
-    Anything else is text. Links become their words, and the heading that is the title of the page is left out.
+    Links become their text, and the heading that equals the title of the page is omitted.
+
+    Args:
+        pictures: files by name. Those that the text shows are removed.
     """
     text = re.sub(
         r"(?ms)^```[^\n]*\n(.*?)^```[^\n]*$",
@@ -105,19 +117,15 @@ def read_markdown(text: str, pictures: dict[str, Path], title: str = "") -> list
     )
     parts: list[Part] = []
     sections = [Section("", parts)]
-    below = 0 if f"# {title}" in text.splitlines() else 1  # the page's own heading
+    # A text without the title of the page is one level below its heading.
+    offset = 0 if f"# {title}" in text.splitlines() else 1
     for kind, lines in groupby(text.splitlines(), _kind):
         if kind == "heading":
             for line in lines:
                 marks, _, heading = line.partition(" ")
+                name = "" if heading == title else _plain(heading)
                 parts = []
-                sections.append(
-                    Section(
-                        "" if heading == title else _plain(heading),
-                        parts,
-                        min(below + len(marks), 6),
-                    )
-                )
+                sections.append(Section(name, parts, min(offset + len(marks), 6)))
         elif kind == "code":
             parts.append(Code(dedent("\n".join(lines)).strip("\n")))
         elif kind == "table":
@@ -157,7 +165,7 @@ def _picture(file: Path, alt: str = "") -> Picture:
 
 
 def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
-    """The lines of one paragraph joined; an item of a list is a paragraph of its own."""
+    """Joined lines; each item of a list is a paragraph."""
     items = re.split(r"(?m)^\s*[-*] ", "\n".join(lines))
     for number, item in enumerate(items):
         if item.strip():
@@ -173,7 +181,7 @@ def _links(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Words without their marks.
+    """Text without bold and code marks.
 
     >>> _plain(r"**a** \\| `b`")
     'a | b'
@@ -182,7 +190,7 @@ def _plain(text: str) -> str:
 
 
 def _settings(file: Path) -> list[tuple[str, str]]:
-    """Of one object, its settings; of many results, how many they are and what they have in common."""
+    """The settings of one object; or the number of results, and the settings they share."""
     try:
         text = file.read_text(encoding="utf-8")
         content = (
@@ -194,33 +202,31 @@ def _settings(file: Path) -> list[tuple[str, str]]:
         return [("damaged", str(problem))]
     if isinstance(content, Mapping):
         return flat(_small(content))
-    rows = (
-        [dict(flat(_small(row))) for row in content if isinstance(row, Mapping)]
-        if isinstance(content, list)
-        else []
-    )
+    if not isinstance(content, list):
+        return []
+    rows = [dict(flat(_small(row))) for row in content if isinstance(row, Mapping)]
     if not rows:
         return []
-    alike = [
+    common = [
         (name, value)
         for name, value in rows[0].items()
         if all(row.get(name) == value for row in rows)
     ]
-    return [("results", f"{len(rows):,}"), *(alike if len(rows) > 1 else [])]
+    return [("results", f"{len(rows):,}"), *(common if len(rows) > 1 else [])]
 
 
 def _small(content: Mapping[str, Any], depth: int = 2) -> dict[str, Any]:
-    """Numbers, words and short lists, also one level down: what lies deeper is a result."""
-    found: dict[str, Any] = {}
+    """Numbers, words and short lists, also one level down. Anything deeper is a result."""
+    small: dict[str, Any] = {}
     for name, value in content.items():
         if isinstance(value, Mapping):
             if depth > 1 and (inside := _small(value, depth - 1)):
-                found[name] = inside
+                small[name] = inside
         elif not isinstance(value, list) or (
-            len(value) <= LONGEST and not any(map(_is_nested, value))
+            len(value) <= LONGEST_SETTING and not any(map(_is_nested, value))
         ):
-            found[name] = value
-    return found
+            small[name] = value
+    return small
 
 
 def _is_nested(value: Any) -> bool:
@@ -231,5 +237,5 @@ def _files(folder: Path, *endings: str) -> Iterator[Path]:
     yield from sorted(file for ending in endings for file in folder.glob(f"*.{ending}"))
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,4 +1,4 @@
-"""The candidates for the noise of a run, as a table."""
+"""The table of `dpkfc plan`: candidates for the noise of a run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from dpkfc.planning.choose_noise import Candidate
 from dpkfc.planning.statement import SAMPLING_NAMES
 
 
-def noise_table(found: Sequence[Candidate], chosen: Candidate, workload: str) -> Table:
-    """Every candidate with its error in the parameters relative to the first, independent one; the chosen is marked."""
+def noise_table(candidates: Sequence[Candidate], chosen: Candidate, workload: str) -> Table:
+    """One row per candidate, with its error relative to the first one, independent noise.
+
+    The chosen candidate is marked.
+    """
     title = f"Noise at the same epsilon, for {workload}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True)
     table.add_column("", no_wrap=True)
@@ -20,7 +23,7 @@ def noise_table(found: Sequence[Candidate], chosen: Candidate, workload: str) ->
     table.add_column("sampling")
     for heading in ("multiplier", "sensitivity", "buffers", "error"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for candidate in found:
+    for candidate in candidates:
         plan = candidate.plan
         table.add_row(
             ">" if candidate is chosen else "",
@@ -29,9 +32,12 @@ def noise_table(found: Sequence[Candidate], chosen: Candidate, workload: str) ->
             f"{plan.noise_multiplier:.4g}",
             f"{plan.noise_sensitivity:.4g}",
             str(candidate.factorization.buffers),
-            f"{candidate.rmse / found[0].rmse:.3f}",
+            f"{candidate.rmse / candidates[0].rmse:.3f}",
             style="bold green" if candidate is chosen else "",
         )
-    table.caption = "error: root mean square of the noise in a parameter, over all steps, relative to independent noise"
+    table.caption = (
+        "error: root mean square of the noise in a parameter over all steps, relative to "
+        "independent noise"
+    )
     table.caption_justify = "left"
     return table

@@ -1,7 +1,6 @@
-"""A self-contained HTML page: text, tables and pictures in one file that loads nothing from outside.
+"""A self-contained HTML page: text, tables and figures in one file that loads nothing else.
 
-Light and dark by the reader's setting, narrow enough for a phone, and printable. Everything that is not markup is
-escaped; pictures are embedded.
+It follows the reader's light or dark setting, fits a phone, and can be printed. Text is escaped.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "report.html"
+CLASS_NUMBER = " class='number'"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Marked:
 
 @dataclass(frozen=True)
 class Code:
-    """Lines as they stand, such as a command."""
+    """Preformatted lines, such as a command."""
 
     text: str
 
@@ -68,7 +68,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Facts:
-    """Names with their values, as in a statement."""
+    """Names with their values."""
 
     rows: Sequence[tuple[str, str]]
 
@@ -82,29 +82,26 @@ class Facts:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table. Columns of numbers are aligned to the right, unless it is said which are."""
+    """A table. Columns of numbers are right-aligned, unless `right` says which columns are."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     right: Sequence[bool] | None = None
 
     def html(self) -> str:
-        right = self.right or [
-            all(map(_is_number, column)) for column in zip(*self.rows, strict=True)
-        ]
-        kinds = [" class='number'" if numbers else "" for numbers in right] or [""] * len(
-            self.headings
-        )
+        columns = zip(*self.rows, strict=True)
+        right = self.right or [all(map(_is_number, column)) for column in columns]
+        right = right or [False] * len(self.headings)
 
         def line(cells: Sequence[str], tag: str) -> str:
-            parts = zip(cells, kinds, strict=True)
-            return (
-                "<tr>"
-                + "".join(f"<{tag}{kind}>{html.escape(text)}</{tag}>" for text, kind in parts)
-                + "</tr>"
-            )
+            parts = [
+                f"<{tag}{CLASS_NUMBER if numeric else ''}>{html.escape(text)}</{tag}>"
+                for text, numeric in zip(cells, right, strict=True)
+            ]
+            return f"<tr>{''.join(parts)}</tr>"
 
-        head, body = line(self.headings, "th"), "".join(line(row, "td") for row in self.rows)
+        head = line(self.headings, "th")
+        body = "".join(line(row, "td") for row in self.rows)
         return (
             f"<div class='scroll'><table><thead>{head}</thead><tbody>{body}</tbody></table></div>"
         )
@@ -112,7 +109,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG with a caption; `alt` says what it shows to who cannot see it."""
+    """A PNG with a caption; `alt` describes it to readers who cannot see it."""
 
     png: bytes
     alt: str
@@ -121,7 +118,8 @@ class Picture:
     def html(self) -> str:
         source = f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
         caption = f"<figcaption>{html.escape(self.caption)}</figcaption>" if self.caption else ""
-        return f"<figure><img alt='{html.escape(self.alt, quote=True)}' src='{source}'>{caption}</figure>"
+        alt = html.escape(self.alt, quote=True)
+        return f"<figure><img alt='{alt}' src='{source}'>{caption}</figure>"
 
 
 Part = Text | Marked | Code | Facts | Grid | Picture
@@ -129,6 +127,8 @@ Part = Text | Marked | Code | Facts | Grid | Picture
 
 @dataclass(frozen=True)
 class Section:
+    """A heading and what is below it."""
+
     title: str  # "" for none
     parts: Sequence[Part] = field(default_factory=tuple)
     level: int = 2  # of the heading
@@ -141,7 +141,8 @@ class Section:
 def page(title: str, lead: str, sections: Sequence[Section]) -> str:
     """The whole file.
 
-    >>> "<h1>Run</h1>" in page("Run", "what it was", [Section("Privacy", [Facts([("epsilon", "1")])])])
+    >>> sections = [Section("Privacy", [Facts([("epsilon", "1")])])]
+    >>> "<h1>Run</h1>" in page("Run", "a summary", sections)
     True
     """
     body = "".join(section.html() for section in sections)
@@ -151,19 +152,20 @@ def page(title: str, lead: str, sections: Sequence[Section]) -> str:
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
         "<link rel='icon' href='data:,'>"
         f"<title>{html.escape(title)}</title><style>{style}</style></head>"
-        f"<body><main><h1>{html.escape(title)}</h1><p class='lead'>{html.escape(lead)}</p>{body}</main></body></html>\n"
+        f"<body><main><h1>{html.escape(title)}</h1>"
+        f"<p class='lead'>{html.escape(lead)}</p>{body}</main></body></html>\n"
     )
 
 
 def write_page(folder: Path, title: str, lead: str, sections: Sequence[Section]) -> Path:
-    """The page as `report.html` in the folder."""
+    """Write the page as `report.html` into the folder."""
     file = folder / NAME
     file.write_text(page(title, lead, sections), encoding="utf-8")
     return file
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested settings as lines, without those that are None.
+    """Nested settings as (name, value) pairs, without those that are None.
 
     >>> flat({"run": {"lr": 0.1, "seed": None}, "data": "mnist"})
     [('run.lr', '0.1'), ('data', 'mnist')]
@@ -188,7 +190,7 @@ def picture(figure: Figure, alt: str, caption: str = "") -> Picture:
 
 
 def _is_number(text: str) -> bool:
-    """Also with a unit, a spread or thousands behind it, or left out.
+    """Whether the text is a number, also with a unit or a spread after it, or empty.
 
     >>> [_is_number(text) for text in ("1,234", "98.1 ± 0.2 (3)", "1e-5", "-3.5%", "", "conv1")]
     [True, True, True, True, True, False]

@@ -1,4 +1,4 @@
-"""Warnings as a person reads them: one plain line, once, without the file and line of the code that gave it."""
+"""Warnings for people: one plain line, once, without the source line that caused it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ T = TypeVar("T")
 
 
 def plainly_warned(command: Callable[P, T]) -> Callable[P, T]:
-    """The same command; what it warns of is shown as one line on stderr, and once if it is said again."""
+    """The command, with each distinct warning shown once, as one line on stderr."""
 
     @wraps(command)
     def run(*arguments: P.args, **options: P.kwargs) -> T:
-        said: set[str] = set()
+        shown: set[str] = set()
 
-        def show(message: Warning | str, *about: Any, **more: Any) -> None:
-            if str(message) not in said:
-                said.add(str(message))
+        def show(message: Warning | str, *location: Any, **more: Any) -> None:
+            if str(message) not in shown:
+                shown.add(str(message))
                 Console(stderr=True).print(
                     Text(f"dpkfc: {message}", style="yellow"), soft_wrap=True
                 )

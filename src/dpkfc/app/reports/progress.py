@@ -1,4 +1,4 @@
-"""The bar of long work: how much is done, for how long it has run and how long it will."""
+"""A progress bar with the elapsed and the remaining time."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.progress import (
 
 
 def bar(console: Console) -> Progress:
+    """A progress bar for long work."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

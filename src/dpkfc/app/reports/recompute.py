@@ -1,11 +1,12 @@
-"""The epsilon of a finished run, computed anew from its plan and the steps that were taken.
+"""The epsilon of a finished run, recomputed from its plan and the steps that were taken.
 
-A number in result.json can be edited, or be left from another version. What a reader is told comes from the mechanism
-instead: plan.json says what a step was, and the step count is the largest that anything in the folder, or the ledger,
-knows of.
+The number in result.json can be edited, or be left from another version. Readers are shown the
+epsilon of the mechanism instead: plan.json defines a step, and the number of steps is the largest
+that any file of the folder, or the ledger, knows of.
 
-**Guarantee.** The epsilon and the delta that come out are a bound for every run that all the files agree with. Where
-they disagree, the larger epsilon, the smaller delta and the larger number of steps count, and a remark says so.
+**Guarantee.** The epsilon and the delta are a bound for every run that is consistent with all the
+files. Where files disagree, the larger epsilon, the smaller delta and the larger number of steps
+count, and a remark says so.
 """
 
 from __future__ import annotations
@@ -25,59 +26,56 @@ from dpkfc.accounting.rounding import round_up
 from dpkfc.errors import PrivacyError
 from dpkfc.planning.plan import Plan
 
-TOLERANCE = 1e-6  # relative: another version of the accountant may differ by so little
+TOLERANCE = 1e-6  # relative: another version of the accountant may differ by this much
+CHANGED = "the file was changed or is wrong"
 
 
 @dataclass(frozen=True)
 class Spent:
-    """What a run cost, and what is to be said of files that do not agree."""
+    """The cost of a run, and remarks about files that disagree."""
 
     epsilon: float
     delta: float
-    steps: int  # that epsilon covers, lost ones included
+    steps: int  # covered by epsilon, including lost ones
     remarks: tuple[str, ...] = ()
 
 
 def recompute(
     folder: Path, result: Mapping[str, Any], config: Mapping[str, Any], plan: Plan
 ) -> Spent:
-    """The epsilon of the run in `folder`, whose result.json, config.json and plan.json were read."""
+    """The epsilon of the run in `folder`, with the content of its JSON files."""
     remarks: list[str] = []
     charged = _in_ledger(result, config, remarks)
     steps = _steps(folder, result, plan, charged, remarks)
     delta = _delta(result, plan, charged, remarks)
     try:
         epsilon = plan.epsilon(steps) if delta == plan.delta else plan.epsilon(steps, delta)
-    except PrivacyError as problem:
-        raise PrivacyError(
-            f"{folder}/plan.json does not fit the {steps} steps that were taken ({problem}): it was changed or is "
-            "wrong; restore it"
+    except (PrivacyError, ValueError) as problem:
+        raise ValueError(
+            f"{folder}/plan.json does not fit the {steps} steps that were taken ({problem}): it "
+            "was changed or is wrong; restore it"
         ) from problem
     if charged is not None and charged.mechanism != plan.mechanism:
-        remarks.append(
-            "plan.json does not say what the ledger does of this run: the file was changed or is wrong."
-        )
+        remarks.append(f"plan.json and the ledger disagree about this run: {CHANGED}.")
         steps_in_plan = min(steps, charged.mechanism.steps)
         epsilon = max(
             epsilon, epsilon_spent([charged.mechanism.after(steps_in_plan)], delta, plan.accountant)
         )
-    return Spent(_compared(result.get("epsilon"), epsilon, remarks), delta, steps, tuple(remarks))
+    return Spent(_larger(result.get("epsilon"), epsilon, remarks), delta, steps, tuple(remarks))
 
 
-def _compared(stated: Any, epsilon: float, remarks: list[str]) -> float:
-    """The larger of what result.json says and what was computed."""
-    found = f"the plan and the steps taken come to {round_up(epsilon)}"
+def _larger(stated: Any, epsilon: float, remarks: list[str]) -> float:
+    """The larger of the epsilon in result.json and the computed one."""
+    computed = f"the plan and the steps taken give {round_up(epsilon)}"
     if not _is_number(stated):
-        remarks.append(f"result.json has no epsilon, {found}: the file was changed or is wrong.")
+        remarks.append(f"result.json has no epsilon, {computed}: {CHANGED}.")
         return epsilon
     if stated < epsilon * (1 - TOLERANCE):
-        remarks.append(
-            f"result.json says epsilon = {stated}, but {found}: the file was changed or is wrong."
-        )
+        remarks.append(f"result.json says epsilon = {stated}, but {computed}: {CHANGED}.")
     elif stated > epsilon * (1 + TOLERANCE):
         remarks.append(
-            f"result.json says epsilon = {stated}, but {found}: one of the files was changed or is wrong. The larger "
-            "epsilon is shown."
+            f"result.json says epsilon = {stated}, but {computed}: one of the files was changed or "
+            "is wrong. The larger epsilon is shown."
         )
     return max(epsilon, float(stated))
 
@@ -91,27 +89,22 @@ def _steps(
 ) -> int:
     stated = result.get("steps")
     lost = result.get("lost_steps", 0)
-    if not (_is_count(stated) and _is_count(lost)):
-        remarks.append(
-            "result.json has no sound number of steps: the file was changed or is wrong."
-        )
-        total = plan.steps
-    else:
+    if _is_count(stated) and _is_count(lost):
         total = stated + lost
+    else:
+        remarks.append(f"result.json has no valid number of steps: {CHANGED}.")
+        total = plan.steps
     known = max(
         _steps_of_weights(folder / "model.safetensors", plan, remarks),
         _steps_of_metrics(folder / "metrics.jsonl"),
         0 if charged is None else charged.charged,
     )
     if known > total:
-        remarks.append(
-            f"result.json says {total} steps, but {known} were taken: the file was changed or is wrong."
-        )
-    if max(known, total) > plan.steps:
-        remarks.append(
-            f"plan.json plans {plan.steps} steps, but {max(known, total)} were taken: the file was changed or is wrong."
-        )
-    return max(known, total)
+        remarks.append(f"result.json says {total} steps, but {known} were taken: {CHANGED}.")
+    taken = max(known, total)
+    if taken > plan.steps:
+        remarks.append(f"plan.json plans {plan.steps} steps, but {taken} were taken: {CHANGED}.")
+    return taken
 
 
 def _steps_of_weights(file: Path, plan: Plan, remarks: list[str]) -> int:
@@ -128,13 +121,13 @@ def _steps_of_weights(file: Path, plan: Plan, remarks: list[str]) -> int:
 
 
 def _steps_of_metrics(file: Path) -> int:
-    most = 0
+    steps = 0
     for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
         try:
-            most = max(most, int(json.loads(line)["step"]))
+            steps = max(steps, int(json.loads(line)["step"]))
         except (ValueError, TypeError, KeyError):  # a line that was cut off
             continue
-    return most
+    return steps
 
 
 def _delta(
@@ -144,8 +137,8 @@ def _delta(
     known = [plan.delta, *(float(delta) for delta in others if _is_number(delta) and 0 < delta < 1)]
     if max(known) > min(known):
         remarks.append(
-            f"The files do not agree on delta ({', '.join(f'{delta:g}' for delta in known)}): one of them was changed "
-            "or is wrong. The smallest counts."
+            f"The files disagree about delta ({', '.join(f'{delta:g}' for delta in known)}): one "
+            "of them was changed or is wrong. The smallest counts."
         )
     return min(known)
 
@@ -153,21 +146,22 @@ def _delta(
 def _in_ledger(
     result: Mapping[str, Any], config: Mapping[str, Any], remarks: list[str]
 ) -> LedgerRun | None:
-    """The run as the ledger knows it, if config.json names one that is there."""
+    """The run in the ledger of config.json, if there is one."""
     settings = config.get("settings", {})
-    path, run = settings.get("ledger"), result.get("run")
-    if not path or not run or not Path(path).is_file():
+    path, run_id = settings.get("ledger"), result.get("run")
+    if not path or not run_id or not Path(path).is_file():
         return None
     try:
         runs = read(path)
-    except PrivacyError as problem:
+    except (PrivacyError, ValueError) as problem:
         remarks.append(f"The ledger was not consulted: {problem}.")
         return None
-    for known in runs:
-        if (known.dataset, known.run_id) == (settings.get("dataset"), run):
-            return known
+    for run in runs:
+        if (run.dataset, run.run_id) == (settings.get("dataset"), run_id):
+            return run
     remarks.append(
-        f"The ledger {path} does not know this run: restore the ledger, or count the run as spent besides."
+        f"The ledger {path} does not know this run: restore the ledger, or add the run's epsilon "
+        "to what the ledger shows."
     )
     return None
 

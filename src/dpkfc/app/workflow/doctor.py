@@ -1,4 +1,4 @@
-"""`dpkfc doctor`: does this installation train privately, and what could be mended?"""
+"""`dpkfc doctor`: does this installation train privately, and what should be fixed?"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 from dpkfc.accounting.events import Mechanism
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.accounting.rounding import round_up
-from dpkfc.app.workflow.fit import devices
+from dpkfc.app.workflow.settings import devices
 from dpkfc.engine.make_private import make_private
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.kfc import KFC
@@ -56,95 +56,90 @@ COLOURS = {"ok": "green", "note": "yellow", "wrong": "red"}
 class Finding:
     """One line of the table."""
 
-    what: str
+    subject: str
     state: Literal["ok", "note", "wrong"]
     text: str
 
 
-def examine() -> Iterator[Finding]:
-    """Every check in turn; none of them raises."""
-    yield Finding("python", "ok", platform.python_version())
-    for name in REQUIRED:
-        found = _version(name)
-        yield (
-            Finding(name, "ok", found)
-            if found
-            else Finding(name, "wrong", f"missing: pip install {name}")
-        )
-    for name, (extra, purpose) in OPTIONAL.items():
-        found = _version(name)
-        missing = f"not installed; for {purpose}: pip install 'dpkfc[{extra}]'"
-        yield Finding(name, "ok", found) if found else Finding(name, "note", missing)
-    yield _threads()
-    yield _tried("noise", _noise)
-    yield _tried("secret keys", _keys)
-    yield _tried("ledger", _ledger)
-    yield _tried("private run", _smoke)
-
-
 def show(console: Console) -> bool:
-    """Print the table as it is found; whether nothing is wrong."""
+    """Print all findings; returns whether nothing is wrong."""
     table = Table(title="dpkfc doctor", title_justify="left", pad_edge=False)
-    for heading in ("what", "", "found"):
+    for heading in ("check", "state", "finding"):
         table.add_column(heading)
     with console.status("checking"):
         findings = list(examine())
-    for one in findings:
-        table.add_row(one.what, Text(one.state, style=COLOURS[one.state]), Text(one.text))
+    for finding in findings:
+        state = Text(finding.state, style=COLOURS[finding.state])
+        table.add_row(finding.subject, state, Text(finding.text))
     console.print(table)
-    wrong = [one.what for one in findings if one.state == "wrong"]
-    console.print(f"to mend: {', '.join(wrong)}" if wrong else "ready to train privately")
+    wrong = [finding.subject for finding in findings if finding.state == "wrong"]
+    console.print(f"to fix: {', '.join(wrong)}" if wrong else "ready to train privately")
     return not wrong
 
 
-def _version(name: str) -> str | None:
+def examine() -> Iterator[Finding]:
+    """Run all checks. None of them raises."""
+    yield Finding("python", "ok", platform.python_version())
+    for name in REQUIRED:
+        yield _package(name, Finding(name, "wrong", f"missing: pip install {name}"))
+    for name, (extra, purpose) in OPTIONAL.items():
+        missing = f"not installed; for {purpose}: pip install 'dpkfc[{extra}]'"
+        yield _package(name, Finding(name, "note", missing))
+    yield _threads()
+    yield _try("noise", _noise)
+    yield _try("secret keys", _keys)
+    yield _try("ledger", _ledger)
+    yield _try("private run", _private_run)
+
+
+def _package(name: str, missing: Finding) -> Finding:
     try:
-        return version(name)
+        return Finding(name, "ok", version(name))
     except PackageNotFoundError:
-        return None
+        return missing
 
 
 def _threads() -> Finding:
-    used, cores = (
-        torch.get_num_threads(),
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
-    )
-    cores = cores or os.cpu_count() or 1
-    text = f"{used} of {cores} cores; devices: {', '.join(devices())}"
-    if used > cores:
-        return Finding(
-            "threads",
-            "note",
-            f"{text}. More threads than cores slow each other: OMP_NUM_THREADS={cores}",
-        )
-    return Finding("threads", "ok", text)
+    threads = torch.get_num_threads()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    cores = usable or os.cpu_count() or 1
+    text = f"{threads} threads on {cores} cores; devices: {', '.join(devices())}"
+    if threads <= cores:
+        return Finding("threads", "ok", text)
+    advice = f"{text}. More threads than cores slow each other down: OMP_NUM_THREADS={cores}"
+    return Finding("threads", "note", advice)
 
 
-def _tried(what: str, check: Callable[[], str]) -> Finding:
+def _try(subject: str, check: Callable[[], str]) -> Finding:
     try:
-        return Finding(what, "ok", check())
+        return Finding(subject, "ok", check())
     except Exception as problem:
-        return Finding(what, "wrong", f"{type(problem).__name__}: {problem}")
+        return Finding(subject, "wrong", f"{type(problem).__name__}: {problem}")
 
 
 def _noise() -> str:
-    """Mean, spread and tails of the noise, each within five standard errors."""
+    """Mean, variance and tails of the noise, each within five standard errors."""
     values = torch.zeros(DRAWS, dtype=torch.float64)
     add_normal_([values], secrets.token_bytes(32), 1.0)
-    error = DRAWS**-0.5
-    mean, variance = float(values.mean()), float(values.square().mean())
+    standard_error = DRAWS**-0.5
+    mean = float(values.mean())
+    variance = float(values.square().mean())
     tail = float((values.abs() > 2).double().mean())
-    expected = math.erfc(2 / math.sqrt(2))
-    for name, found, wanted, spread in (
+    tail_expected = math.erfc(2 / math.sqrt(2))
+    for name, value, expected, deviation in (
         ("mean", mean, 0.0, 1.0),
         ("variance", variance, 1.0, math.sqrt(2)),
-        ("share beyond 2", tail, expected, math.sqrt(expected * (1 - expected))),
+        ("share beyond 2", tail, tail_expected, math.sqrt(tail_expected * (1 - tail_expected))),
     ):
-        if abs(found - wanted) > 5 * spread * error:
+        if abs(value - expected) > 5 * deviation * standard_error:
             raise PrivacyError(
-                f"the {name} of {DRAWS} draws is {found:.4f}, not {wanted:.4f}: do not train with this"
+                f"the {name} of {DRAWS} draws is {value:.4f}, not {expected:.4f}: do not train "
+                "with this"
             )
-    return f"{DRAWS:,} draws: mean {mean:+.4f}, variance {variance:.4f}, {tail:.2%} beyond 2 (expected {expected:.2%})"
+    return (
+        f"{DRAWS:,} draws: mean {mean:+.4f}, variance {variance:.4f}, {tail:.2%} beyond 2 "
+        f"(expected {tail_expected:.2%})"
+    )
 
 
 def _keys() -> str:
@@ -165,9 +160,9 @@ def _ledger() -> str:
     return "a step was charged on disk"
 
 
-def _smoke() -> str:
-    """Two steps of DP-KFC on random numbers."""
-    begun = time.perf_counter()
+def _private_run() -> str:
+    """Two steps of DP-KFC on random data."""
+    started = time.perf_counter()
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(
         torch.randn(64, 8, generator=generator), torch.randint(2, (64,), generator=generator)
@@ -175,7 +170,7 @@ def _smoke() -> str:
     model = torch.nn.Linear(8, 2)
     before = model.weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    private = make_private(
+    run = make_private(
         model,
         optimizer,
         data,
@@ -186,14 +181,13 @@ def _smoke() -> str:
         geometry=KFC(),
         loss=cross_entropy,
     )
-    for x, y in private.loader:
+    for x, y in run.loader:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    if (
-        private.steps != 2
-        or not bool(model.weight.isfinite().all())
-        or bool((model.weight == before).any())
-    ):
+    finite = bool(model.weight.isfinite().all())
+    unchanged = bool((model.weight == before).any())
+    if run.steps != 2 or not finite or unchanged:
         raise PrivacyError("two private steps did not change every weight to a finite number")
-    return f"2 steps of DP-KFC, epsilon = {round_up(private.epsilon())}, in {time.perf_counter() - begun:.1f} s"
+    seconds = time.perf_counter() - started
+    return f"2 steps of DP-KFC, epsilon = {round_up(run.epsilon())}, in {seconds:.1f} s"

@@ -1,8 +1,9 @@
-"""What the model of a finished run says of new records.
+"""Predictions for new records, by the model of a finished run.
 
-The weights are covered by epsilon, and whatever is computed from them and from *new* records is post-processing: it
-costs nothing. Predictions of the training records are another matter once they are held against the true classes: which
-of them are right is a statistic of those records that no epsilon covers.
+Epsilon covers the weights. Anything computed from the weights and *new* records is post-processing
+and costs nothing. Predictions for the training records are different once they are compared with
+the true classes: which of them are correct is a statistic of those records, and no epsilon covers
+it.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ import torch
 from safetensors.torch import load_model
 from torch import Tensor, nn
 
-from dpkfc.app.models.default import Built, build, is_own
+from dpkfc.app.models.default import Built, build
+from dpkfc.app.models.user_model import is_user_model
 from dpkfc.app.readers.sources import Loaded
 from dpkfc.app.readers.unlabelled import kind_of, probe_of, read_inputs
-from dpkfc.errors import PrivacyError
 
-PART = 500  # records at once
-MATTERS = ("limits", "indicators", "tokenizer")  # of how data was loaded, besides the schema
+BATCH = 500
+READING = ("limits", "indicators", "tokenizer")  # options, besides the schema, that change inputs
 
 
 class Prediction(NamedTuple):
-    """The likeliest class of a record, and its probability by the model."""
+    """The most probable class of a record, and its probability according to the model."""
 
     name: str  # the file, or the number of the row, from 1
     label: str
@@ -33,48 +34,54 @@ class Prediction(NamedTuple):
 
 
 def predict(run_directory: str | Path, source: str | Path) -> list[Prediction]:
-    """The class of every record of a file or folder, which is read as the run's own config.json says.
+    """Predict the class of every record in a file or folder.
 
     Args:
-        run_directory: of a finished run.
-        source: records of the kind that the run was trained on: a table, an .npz file, images or texts. It needs no
-            classes, and they are not looked at.
+        run_directory: the folder of a finished run. Its config.json says how to read the records.
+        source: records of the kind that the run was trained on: a table, an .npz file, images or
+            texts. They need no classes; existing ones are ignored.
     """
     config = read_config(run_directory)
-    model, found = restore(run_directory), read_inputs(source, config)
+    model = restore(run_directory)
+    inputs = read_inputs(source, config)
     with torch.no_grad():
-        outputs = torch.cat([model(part) for part in found.x.split(PART)]).float().softmax(1)
-    sure, places = outputs.max(1)
+        outputs = torch.cat([model(part) for part in inputs.x.split(BATCH)]).float().softmax(1)
+    probabilities, classes = outputs.max(1)
     return [
-        Prediction(name, config["classes"][place], probability)
-        for name, place, probability in zip(
-            found.names, places.tolist(), sure.tolist(), strict=True
+        Prediction(name, config["classes"][number], probability)
+        for name, number, probability in zip(
+            inputs.names, classes.tolist(), probabilities.tolist(), strict=True
         )
     ]
 
 
 def restore(run_directory: str | Path, loaded: Loaded | None = None) -> nn.Module:
-    """The trained model of a finished run. If `loaded` is given, its inputs must be made as those of the run were."""
+    """The trained model of a finished run.
+
+    Args:
+        loaded: if given, it is checked that its inputs were made like those of the run.
+    """
     folder = Path(run_directory)
     config = read_config(folder)
-    if loaded is not None:
+    if loaded is None:
+        kind, probe = kind_of(config), probe_of(config)
+    else:
         _check_agreement(folder, config, loaded)
-    kind, probe = (
-        (kind_of(config), probe_of(config)) if loaded is None else (loaded.kind, loaded.probe)
-    )
+        kind, probe = loaded.kind, loaded.probe
     name, code = config["settings"]["model"], config.get("code")
-    if is_own(name) and not (isinstance(code, str) and code):
-        raise PrivacyError(
-            f'{folder}/config.json names the model {name} without a digest of its file ("code"), so nobody can tell '
-            "whether it is the file that was trained with; it was not run. Restore config.json as the run wrote it"
+    if is_user_model(name) and not (isinstance(code, str) and code):
+        raise ValueError(
+            f'{folder}/config.json names the model {name} without a digest of its file ("code"), '
+            "so nobody can tell whether the file is still the one of the run. The file was not "
+            "run. Restore config.json as the run wrote it"
         )
     built = build(name, kind, tuple(config["shape"]), len(config["classes"]), probe, code)
     try:
         load_model(built.model, str(folder / "model.safetensors"))
     except Exception as problem:  # of safetensors, or of torch where sizes differ
-        first = str(problem).splitlines()[0]
-        raise PrivacyError(
-            f"{folder}/model.safetensors does not fit the model {built.name} ({first})"
+        reason = str(problem).splitlines()[0]
+        raise ValueError(
+            f"{folder}/model.safetensors does not fit the model {built.name} ({reason})"
         ) from problem
     return Restored(built).eval()
 
@@ -84,41 +91,45 @@ def read_config(run_directory: str | Path) -> dict[str, Any]:
     folder = Path(run_directory)
     file = folder / "config.json"
     if not file.is_file():
-        raise PrivacyError(
-            f"there is no run in {folder}: give the folder that dpkfc train wrote (--out), runs/NAME say"
+        raise FileNotFoundError(
+            f"there is no run in {folder}: give the folder that dpkfc train wrote (--out), such as "
+            "runs/NAME"
         )
     try:
         config: dict[str, Any] = json.loads(file.read_text())
     except ValueError as problem:
-        raise PrivacyError(f"{file} is damaged ({problem}): restore it") from problem
+        raise ValueError(f"{file} is damaged ({problem}): restore it") from problem
     if not (folder / "model.safetensors").is_file() or not (folder / "result.json").is_file():
-        raise PrivacyError(
-            f"the run in {folder} is not finished: repeat its command, which goes on where it stopped"
+        raise FileNotFoundError(
+            f"the run in {folder} is not finished: repeat its command, which resumes it"
         )
     return config
 
 
 def _check_agreement(folder: Path, config: dict[str, Any], loaded: Loaded) -> None:
-    ran, given = config["source"], json.loads(json.dumps(dict(loaded.source)))
+    """Raise ValueError if `loaded` was read in another way than the records of the run."""
+    trained = config["source"]
+    given = json.loads(json.dumps(dict(loaded.source)))
     pairs = {
         "shape of inputs": (config["shape"], list(loaded.shape)),
         "list of classes": (config["classes"], list(loaded.names)),
     }
-    if ran:
+    if trained:
         pairs["kind"] = (kind_of(config), loaded.kind)
-    if ran and given:
-        pairs["schema"] = (_features(ran), _features(given))
-        pairs |= {name: (ran.get(name) or None, given.get(name) or None) for name in MATTERS}
-    for what, (wanted, found) in pairs.items():
-        if wanted != found:
-            raise PrivacyError(
-                f"{folder}: the run was trained with the {what} {_short(wanted)}, but the data was loaded with "
-                f"{_short(found)}: load it as the run's config.json says, or use dpkfc.app.workflow.fit.predict"
+    if trained and given:
+        pairs["schema"] = (_feature_columns(trained), _feature_columns(given))
+        pairs |= {name: (trained.get(name) or None, given.get(name) or None) for name in READING}
+    for what, (wanted, other) in pairs.items():
+        if wanted != other:
+            raise ValueError(
+                f"{folder}: the run was trained with the {what} {_short(wanted)}, but the data was "
+                f"loaded with {_short(other)}: load it as the run's config.json says, or use "
+                "dpkfc.app.workflow.predict.predict"
             )
 
 
-def _features(source: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The schema without the target, in its order, which is that of the features."""
+def _feature_columns(source: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The schema without the target. Its order is that of the features."""
     return [
         (name, values)
         for name, values in (source.get("schema") or {}).items()
@@ -127,16 +138,17 @@ def _features(source: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _short(value: Any) -> str:
-    shown = json.dumps(value)
-    return shown if len(shown) <= 200 else f"{shown[:200]}..."
+    text = json.dumps(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 class Restored(nn.Module):
-    """The features of inputs, and the model on top of them."""
+    """A trained model, with the features that are computed from its inputs."""
 
     def __init__(self, built: Built) -> None:
         super().__init__()
-        self.features, self.model = built.features, built.model
+        self.features = built.features
+        self.model = built.model
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(x if self.features is None else self.features(x))  # type: ignore[no-any-return]

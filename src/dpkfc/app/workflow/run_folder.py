@@ -1,4 +1,4 @@
-"""What a run keeps in its folder, so that it can be stopped at any step, killed at any point, and taken up again."""
+"""The files of a run's folder: locks, atomic writes, checkpoints on time, resuming."""
 
 from __future__ import annotations
 
@@ -7,51 +7,55 @@ import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
-
-from torch.utils.data import TensorDataset
+from typing import TYPE_CHECKING, Any
 
 from dpkfc.errors import PrivacyError
+
+if TYPE_CHECKING:
+    from torch.utils.data import TensorDataset
 
 try:
     import fcntl
 except ImportError:  # on Windows
     fcntl = None  # type: ignore[assignment]
 
-SAVE_EVERY, SAVE_SHARE = 60.0, 0.02  # seconds, or of the planned steps, between checkpoints
-MOST_SAVING = 0.1  # of the time
+SAVE_SECONDS = 60.0  # between checkpoints
+SAVE_SHARE = 0.02  # of the planned steps, between checkpoints
+MOST_SAVING = 0.1  # share of the time that may be spent on checkpoints
 LOCK = ".lock"
 
 
 def check_folder(out: Path) -> None:
-    """Refuse an --out that cannot become a folder to write into, before anything slow is done. It makes nothing."""
+    """Raise OSError if --out cannot be a folder to write into. Nothing is created."""
     try:
-        found = next(place for place in (out, *out.absolute().parents) if place.exists())
-    except OSError as problem:  # too long a name, say
-        raise PrivacyError(
+        existing = next(place for place in (out, *out.absolute().parents) if place.exists())
+    except OSError as problem:  # a name that is too long, say
+        raise OSError(
             f"--out {out} cannot be used ({problem.strerror}): choose another folder"
         ) from problem
-    if not found.is_dir():
-        raise PrivacyError(
-            f"--out {out}: {found} is a file, and a folder is needed: choose another"
+    if not existing.is_dir():
+        raise NotADirectoryError(
+            f"--out {out}: {existing} is a file, and a folder is needed: choose another"
         )
-    if not os.access(found, os.W_OK | os.X_OK):
-        raise PrivacyError(f"--out {out}: {found} may not be written to: choose another folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise PermissionError(f"--out {out}: {existing} is not writable: choose another folder")
 
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """The folder, made if need be, for this process alone; what was made and is empty at the end goes again.
+    """Create the folder and lock it for this process.
 
-    The operating system holds the lock, and lets go of it when the process ends, however it does.
+    At the end, folders that were created here and are still empty are removed. The operating
+    system holds the lock, and releases it when the process ends, however it ends.
     """
     check_folder(out)
-    made = [place for place in (out, *out.parents) if not place.exists()]
+    created = [place for place in (out, *out.parents) if not place.exists()]
     out.mkdir(parents=True, exist_ok=True)
     lock = _lock(out)
     try:
@@ -60,13 +64,13 @@ def locked(out: Path) -> Iterator[None]:
         if lock is not None:
             (out / LOCK).unlink(missing_ok=True)  # while it is held: see the end of `_lock`
             os.close(lock)
-        for place in made:
+        for place in created:
             with suppress(OSError):  # not empty
                 place.rmdir()
 
 
 def _lock(out: Path) -> int | None:
-    """An open file with the lock; None where there are none."""
+    """An open file with the lock; None where locks are not supported."""
     if fcntl is None:
         return None
     while True:
@@ -75,7 +79,7 @@ def _lock(out: Path) -> int | None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(file)
-            raise PrivacyError(
+            raise BlockingIOError(
                 f"another process is training in {out}: wait for it, or choose another --out"
             ) from None
         except OSError:  # a file system without locks
@@ -85,44 +89,52 @@ def _lock(out: Path) -> int | None:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file), os.stat(out / LOCK)):
                 return file
-        os.close(
-            file
-        )  # its owner removed it after it was opened here: the next may have made another
+        # The owner removed the file after it was opened here: another process may have a new one.
+        os.close(file)
 
 
-def resumes(out: Path, config: dict[str, Any]) -> bool:
-    """Whether the folder holds this run already; if another one, that is an error."""
+def is_resumed(out: Path, config: dict[str, Any]) -> bool:
+    """Whether the folder already holds the run with this config.json.
+
+    Raises:
+        PrivacyError: it holds a run with other settings. Its noise and its plan are not those of
+            this run.
+        ValueError: config.json is damaged, or the folder holds the weights of something else.
+    """
     if not (out / "config.json").exists():
         if (out / "model.safetensors").exists():
-            raise PrivacyError(
+            raise ValueError(
                 f"{out} holds the model.safetensors of something else: choose another --out"
             )
         return False
     try:
-        found = json.loads((out / "config.json").read_text())
+        existing = json.loads((out / "config.json").read_text())
     except ValueError as problem:
-        raise PrivacyError(
+        raise ValueError(
             f"{out}/config.json is damaged ({problem}): choose another --out"
         ) from problem
     config = json.loads(json.dumps(config))
     changed = [
         key
-        for key in {**found, **config}
-        if key != "settings" and found.get(key) != config.get(key)
+        for key in {**existing, **config}
+        if key != "settings" and existing.get(key) != config.get(key)
     ]
-    settings = found.get("settings", {})
+    settings = existing.get("settings", {})
     changed += [key for key, value in config["settings"].items() if settings.get(key) != value]
     if changed:
         raise PrivacyError(
-            f"{out} holds a run with another {', '.join(changed)}: repeat that run's command to resume it, or choose "
-            "another --out"
+            f"{out} holds a run with another {', '.join(changed)}: repeat the command of that run "
+            "to resume it, or choose another --out"
         )
     return True
 
 
 @dataclass
 class Fingerprint:
-    """Of inputs and labels, kept in the checkpoint, which is secret: a run goes on with the records it began with."""
+    """A digest of the inputs and labels: a resumed run must have the records it began with.
+
+    It is part of the checkpoint, which is secret.
+    """
 
     digest: str
 
@@ -139,57 +151,90 @@ class Fingerprint:
     def load_state_dict(self, state: Mapping[str, str]) -> None:
         if state["digest"] != self.digest:
             raise PrivacyError(
-                "the records are not those that the run began with: restore them, or begin another --out"
+                "the records are not those that the run began with: restore them, or begin a new "
+                "run with another --out"
             )
 
 
 @contextmanager
 def stoppable() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C, or a request to terminate, waits for the step under way; a second one does not.
+    """Let Ctrl-C, or SIGTERM, wait for the current step; a second signal interrupts at once.
 
-    A signal that is ignored stays ignored: that is what nohup, and `&` in a script, ask for. So does a handler that was
-    not installed from Python (None): it could not be put back.
+    Yields a function that says whether the run was asked to stop. An ignored signal stays ignored,
+    as nohup and `&` in a script expect. A handler that was not installed from Python (None) is
+    left alone: Python could not install it again.
     """
-    asked = False
+    stop_requested = False
 
-    def ask(number: int, frame: Any) -> None:
-        nonlocal asked
-        if asked:
+    def request_stop(number: int, frame: Any) -> None:
+        nonlocal stop_requested
+        if stop_requested:
             raise KeyboardInterrupt
-        asked = True
+        stop_requested = True
 
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # only there can signals be handled
+    # Only the main thread can handle signals.
+    if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    before = {
+    replaced = {
         number: handler
         for number, handler in handlers.items()
         if handler not in (signal.SIG_IGN, None)
     }
-    for number in before:
-        signal.signal(number, ask)
+    for number in replaced:
+        signal.signal(number, request_stop)
     try:
-        yield lambda: asked
+        yield lambda: stop_requested
     finally:
-        for number, handler in before.items():
+        for number, handler in replaced.items():
             signal.signal(number, handler)
 
 
-def worth_saving(steps: int, planned: int, since: float, saving: float, working: float) -> bool:
-    """Whether a checkpoint is due, `steps` steps and `since` seconds after the last.
+class SaveSchedule:
+    """When the next checkpoint is due.
 
-    A kill loses the steps since then, and a ledger does not give them back; so they are few. But of the seconds at
-    work, `working`, those that went into checkpoints, `saving`, are to be a small part.
+    A kill loses the steps since the last checkpoint, and a ledger does not refund them: so there
+    are few steps between checkpoints. But checkpoints may take only a small share of the time.
     """
-    due = since > SAVE_EVERY or steps >= SAVE_SHARE * planned
+
+    def __init__(self, planned: int, step: int) -> None:
+        self.planned = planned
+        self.saved_step = step
+        self.started = self.saved_at = time.monotonic()
+        self.seconds_saving = 0.0
+
+    def is_due(self, step: int) -> bool:
+        now = time.monotonic()
+        return worth_saving(
+            step - self.saved_step,
+            self.planned,
+            now - self.saved_at,
+            self.seconds_saving,
+            now - self.started,
+        )
+
+    @contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """Time the checkpoint that is written inside."""
+        before = time.monotonic()
+        yield
+        self.saved_step = step
+        self.saved_at = time.monotonic()
+        self.seconds_saving += self.saved_at - before
+
+
+def worth_saving(steps: int, planned: int, since: float, saving: float, working: float) -> bool:
+    """Whether a checkpoint is due, `steps` steps and `since` seconds after the last one.
+
+    Of the `working` seconds of the run so far, `saving` went into checkpoints.
+    """
+    due = since > SAVE_SECONDS or steps >= SAVE_SHARE * planned
     return due and saving <= MOST_SAVING * working
 
 
 def keep_metrics(out: Path, steps: int) -> None:
-    """Without a line that was cut off, and those of steps after the checkpoint: they are taken again, or are lost."""
+    """Drop lines of metrics.jsonl that were cut off, and those of steps after the checkpoint."""
     file = out / "metrics.jsonl"
     lines = file.read_text(errors="replace").splitlines() if file.exists() else []
     kept = "".join(f"{line}\n" for line in lines if _step_of(line) <= steps)
@@ -204,11 +249,12 @@ def _step_of(line: str) -> float:
 
 
 def write_json(file: Path, content: Any) -> None:
+    """Write JSON atomically."""
     write_whole(file, lambda fresh: fresh.write_text(json.dumps(content, indent=2) + "\n"))
 
 
 def write_whole(file: Path, write: Callable[[Path], Any]) -> None:
-    """All of the file or nothing of it, whatever the process is killed at."""
+    """Write a file atomically: after a kill at any point, all of it or the old one is there."""
     fresh = file.with_name(f".{file.name}.part")
     write(fresh)
     os.replace(fresh, file)
