@@ -17,7 +17,10 @@ torch.set_num_threads(1)
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Ctrl-C interrupts, also if the tests were started with SIGINT ignored: under nohup, or by `&` in a script."""
+    """Ctrl-C interrupts, also if the tests were started with SIGINT ignored:
+
+    under nohup, or by `&` in a script.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

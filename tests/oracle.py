@@ -16,14 +16,19 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 def sample(batch: Any, i: int) -> Any:
-    """Record i of a batch, as a batch of one; leaves whose leading size is 1 are shared by all records."""
+    """Record i of a batch, as a batch of one;
+
+    leaves whose leading size is 1 are shared by all records.
+    """
     return tree_map(
         lambda x: x[i : i + 1] if isinstance(x, Tensor) and x.shape[0] != 1 else x, batch
     )
 
 
 def reference_grads(model: nn.Module, loss: Loss, batch: Any, rows: int) -> list[dict[str, Tensor]]:
-    """Per-sample gradients of the trainable parameters, with the plain model (no hook may be attached)."""
+    """Per-sample gradients of the trainable parameters, with the plain model (no hook may be
+    attached).
+    """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     out = []
     for i in range(rows):

@@ -46,7 +46,8 @@ def test_the_lowest_path_is_a_local_mean() -> None:
 
 def test_probes_have_mean_zero_and_variance_one() -> None:
     transform = standardised(Scattering(SHAPE), PINK, count=300, seed=3)
-    features = transform(PINK.draw(300, torch.Generator().manual_seed(3)).inputs)  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    features = transform(PINK.draw(300, torch.Generator().manual_seed(3)).inputs)
     assert features.mean(0).abs().max() < 1e-4
     assert 0.5 < features.std(0).median() <= 1.0  # a little below 1: the floor
 

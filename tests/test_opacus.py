@@ -1,6 +1,8 @@
-"""Agreement with Opacus where it is right: the same clipped sum from two independent implementations.
+"""Agreement with Opacus where it is right: the same clipped sum from two independent
+implementations.
 
-Not compared: embeddings with a padding_idx, whose row Opacus gives a gradient that PyTorch does not.
+Not compared: embeddings with a padding_idx, whose row Opacus gives a gradient that PyTorch does
+    not.
 """
 
 from __future__ import annotations
@@ -64,9 +66,16 @@ def test_clipped_sum_equals_opacus(name: str, ghost: bool) -> None:
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     private = dpkfc.make_private(
-        model, optimizer, TensorDataset(x, y), noise_multiplier=0.0, delta=1e-3, steps=1, batch_size=BATCH, clip=CLIP,
+        model,
+        optimizer,
+        TensorDataset(x, y),
+        noise_multiplier=0.0,
+        delta=1e-3,
+        steps=1,
+        batch_size=BATCH,
+        clip=CLIP,
         loss=dpkfc.losses.cross_entropy,
-    )  # fmt: skip
+    )
     for a, b in private.loader:
         F.cross_entropy(model(a), b).backward()
         optimizer.step()

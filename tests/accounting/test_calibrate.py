@@ -42,7 +42,8 @@ def test_noise_for_epsilon_one_on_60000_records(batch: int, epochs: int, noise: 
 
 @pytest.mark.parametrize(("accountant", "epsilon"), [("pld", 1.83), ("rdp", 2.10)])
 def test_epsilon_of_the_textbook_run(accountant: str, epsilon: float) -> None:
-    assert epsilon_spent([PRIVATE], 1e-5, accountant) == pytest.approx(epsilon, abs=0.01)  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    assert epsilon_spent([PRIVATE], 1e-5, accountant) == pytest.approx(epsilon, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -97,10 +98,13 @@ def test_calibration_with_rdp_keeps_the_target_and_wastes_nothing(
 def _keeps_the_target_and_wastes_nothing(
     rate: float, steps: int, epsilon: float, accountant: str
 ) -> None:
-    noise = calibrate_noise(lambda sigma: Mechanism(rate, sigma, steps), epsilon, 1e-5, accountant)  # type: ignore[arg-type]
-    spent = epsilon_spent([Mechanism(rate, noise, steps)], 1e-5, accountant)  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    noise = calibrate_noise(lambda sigma: Mechanism(rate, sigma, steps), epsilon, 1e-5, accountant)
+    # type: ignore[arg-type]
+    spent = epsilon_spent([Mechanism(rate, noise, steps)], 1e-5, accountant)
     assert spent <= epsilon
-    assert epsilon_spent([Mechanism(rate, 0.999 * noise, steps)], 1e-5, accountant) > epsilon  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    assert epsilon_spent([Mechanism(rate, 0.999 * noise, steps)], 1e-5, accountant) > epsilon
 
 
 @few(4)
@@ -207,7 +211,8 @@ def test_an_accountant_that_is_no_bound_is_refused(accountant: str | None) -> No
     with pytest.raises(ValueError, match="accountant"):
         epsilon_spent([PRIVATE], 1e-5, accountant)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="accountant"):
-        calibrate_noise(lambda sigma: Mechanism(0.01, sigma, 10), 1.0, 1e-5, accountant)  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        calibrate_noise(lambda sigma: Mechanism(0.01, sigma, 10), 1.0, 1e-5, accountant)
 
 
 @pytest.mark.parametrize("epsilon", [0.0, -1.0, math.nan, math.inf])

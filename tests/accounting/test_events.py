@@ -98,4 +98,5 @@ def test_files_keep_a_mechanism_as_it_is(mechanism: Mechanism) -> None:
 )
 def test_what_cannot_be_accounted_is_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Mechanism(**({"sampling_rate": 0.1, "noise_multiplier": 1.0, "steps": 30} | fields))  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        Mechanism(**({"sampling_rate": 0.1, "noise_multiplier": 1.0, "steps": 30} | fields))

@@ -203,7 +203,8 @@ def test_data_sets_in_one_file_are_apart(path: Path) -> None:
 
 
 def test_numbers_of_numpy_are_taken_and_kept_exactly(ledger: Ledger) -> None:
-    ledger.open_run("a", Mechanism(np.float64(0.1), np.float32(1.5), np.int64(10)))  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    ledger.open_run("a", Mechanism(np.float64(0.1), np.float32(1.5), np.int64(10)))
     ledger.charge("a", np.int64(3))  # type: ignore[arg-type]
     assert ledger.charged("a") == 3
     assert ledger.open_run("a", Mechanism(0.1, 1.5, 10)) == 3

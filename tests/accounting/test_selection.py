@@ -322,7 +322,8 @@ def test_one_expected_run_is_one_run() -> None:
 
 
 def test_a_ledger_keeps_a_selection_in_numbers_of_its_own(tmp_path: Path) -> None:
-    chosen = Mechanism(1.0, 16.0, 100, best_of=BestOf(np.float32(2.5), "poisson", np.float64(8.0)))  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    chosen = Mechanism(1.0, 16.0, 100, best_of=BestOf(np.float32(2.5), "poisson", np.float64(8.0)))
     other = Mechanism(1.0, 30.0, 10)
     with closing(Ledger(tmp_path / "ledger.db", "people", budget=(8.0, DELTA))) as ledger:
         ledger.open_run("tuning", chosen)
@@ -335,7 +336,8 @@ def test_a_ledger_keeps_a_selection_in_numbers_of_its_own(tmp_path: Path) -> Non
         with pytest.raises(PrivacyError, match="does not fit"):
             ledger.open_run("again", Mechanism(1.0, 0.5, 1, best_of=BestOf(50)))
         spent = ledger.epsilon(DELTA)
-    assert type(chosen.best_of.mean) is type(chosen.best_of.score_noise) is float  # type: ignore[union-attr]
+    # type: ignore[union-attr]
+    assert type(chosen.best_of.mean) is type(chosen.best_of.score_noise) is float
     assert [run.spent for run in read(tmp_path / "ledger.db")] == [chosen, other]
     direct = dp.rdp.RdpAccountant(selection_orders())
     direct.compose(chosen.event()).compose(other.event())

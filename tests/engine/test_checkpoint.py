@@ -1,4 +1,7 @@
-"""A resumed run is bit-identical to an uninterrupted one; a damaged or foreign checkpoint is refused."""
+"""A resumed run is bit-identical to an uninterrupted one;
+
+a damaged or foreign checkpoint is refused.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +94,10 @@ def test_a_resumed_run_is_bit_identical(
 def test_a_geometry_resumes_between_refreshes_bit_for_bit(
     tmp_path: Path, geometry: str, stop: int, chunk: int | None
 ) -> None:
-    """The maps in use were built at weights that are gone; the next refresh draws the probes it would have drawn."""
+    """The maps in use were built at weights that are gone;
+
+    the next refresh draws the probes it would have drawn.
+    """
     probe = dpkfc.probes.Tabular(6, classes=3)
     kinds = {
         "kfc": lambda: dpkfc.KFC(probe, every=4, factors="AG", damping=0.1, post=0.5),

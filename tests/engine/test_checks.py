@@ -21,7 +21,8 @@ def make(
     optimizer = torch.optim.SGD(
         [p for p in model.parameters() if p.requires_grad] or [nn.Parameter(torch.ones(1))], lr=0.1
     )
-    # "unchecked": most of these models are refused whatever the loss, and many at the first batch only without one
+    # "unchecked": most of these models are refused whatever the loss, and many at the first batch
+    # only without one
     defaults = {
         "noise_multiplier": 1.0,
         "delta": 1e-5,

@@ -31,7 +31,8 @@ def gradients(
     found = grads.take()
     capture.remove()
     names = {p: name for name, p in model.named_parameters()}
-    found.grads = {tuple(names[p] for p in key): grad for key, grad in found.grads.items()}  # type: ignore[misc]
+    # type: ignore[misc]
+    found.grads = {tuple(names[p] for p in key): grad for key, grad in found.grads.items()}
     return found
 
 

@@ -1,4 +1,7 @@
-"""The loop stays plain PyTorch: schedulers, groups, autocast, scalers, accumulation, workers, checkpointing."""
+"""The loop stays plain PyTorch:
+
+schedulers, groups, autocast, scalers, accumulation, workers, checkpointing.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,10 @@ def train(
 
 
 def test_without_clipping_and_noise_it_is_ordinary_training() -> None:
-    """Adam with a schedule and parameter groups, on full batches: the same weights as without dpkfc."""
+    """Adam with a schedule and parameter groups, on full batches:
+
+    the same weights as without dpkfc.
+    """
     outcomes = []
     for private_run in (True, False):
         model = network()
@@ -140,7 +146,10 @@ def test_autocast_to_bfloat16() -> None:
 
 
 def test_clipping_is_exact_also_when_backward_and_the_next_chunk_run_under_autocast() -> None:
-    """A chunk is clipped at the next forward, inside the user's autocast. Two equal records add up to 2 C."""
+    """A chunk is clipped at the next forward, inside the user's autocast.
+
+    Two equal records add up to 2 C.
+    """
     model = nn.Sequential(
         nn.Conv1d(3, 5, 3, padding=1),
         nn.Flatten(),

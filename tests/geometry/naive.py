@@ -1,4 +1,7 @@
-"""The geometry the slow way: every matrix written out, every gradient mapped on its own, in float64."""
+"""The geometry the slow way:
+
+every matrix written out, every gradient mapped on its own, in float64.
+"""
 
 from __future__ import annotations
 

@@ -166,7 +166,8 @@ def test_work_and_memory_of_full_and_low_rank_roots() -> None:
         4 * (50 + 2 + 48 + 2),
     )
     assert (last.form, last.rank, last.size, last.memory) == ("low rank", 2, 7, 4 * (14 + 2 + 14))
-    assert rows["4"].multiplications == 100 + rows["4"].g.multiplications  # type: ignore[union-attr]
+    # type: ignore[union-attr]
+    assert rows["4"].multiplications == 100 + rows["4"].g.multiplications
     assert rows["4"].memory == fc.memory + rows["4"].g.memory  # type: ignore[union-attr]
 
 

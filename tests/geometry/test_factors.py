@@ -179,7 +179,10 @@ NETWORKS = {
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
 @pytest.mark.parametrize("network", NETWORKS)
 def test_factors_equal_curvlinops(network: str, approx: str) -> None:
-    """The empirical Fisher of the summed cross entropy; curvlinops' G is a sum over the data, ours the mean."""
+    """The empirical Fisher of the summed cross entropy;
+
+    curvlinops' G is a sum over the data, ours the mean.
+    """
     from curvlinops import KFACLinearOperator
 
     torch.manual_seed(0)
@@ -213,9 +216,11 @@ def test_factors_equal_curvlinops(network: str, approx: str) -> None:
 def test_whitened_probe_gradients_have_covariance_close_to_the_identity() -> None:
     """Appendix B. Where a and δ are independent, ``Cov(U g) = (U_A A U_A) ⊗ (U_G G U_G)``.
 
-    Each factor of that has eigenvalues ``λ/(λ+μ)``, so on the probes themselves it is within ``μ/(λ_min+μ)`` of I
-    (exactly). Fresh gradients deviate from it by sampling: for D-dimensional gradients and n of them the spectral
-    norm of the difference is about ``κ sqrt(D/n)``, κ a small constant for products of Gaussians (their fourth
+    Each factor of that has eigenvalues ``λ/(λ+μ)``, so on the probes themselves it is within
+    ``μ/(λ_min+μ)`` of I
+    (exactly). Fresh gradients deviate from it by sampling: for D-dimensional gradients and n of
+        them the spectral norm of the difference is about ``κ sqrt(D/n)``, κ a small constant for
+        products of Gaussians (their fourth
     moments are nine times, not three times, the square of the second): 6 sqrt(D/n) is allowed.
     """
     torch.manual_seed(0)

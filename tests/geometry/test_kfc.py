@@ -1,4 +1,7 @@
-"""How KFC and its diagonal rival behave: when they refresh, what they probe with, what they refuse."""
+"""How KFC and its diagonal rival behave:
+
+when they refresh, what they probe with, what they refuse.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Clipped sums in the preconditioned space equal naively mapped single-sample gradients, for every layer."""
+"""Clipped sums in the preconditioned space equal naively mapped single-sample gradients, for every
+layer.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ GEOMETRIES = {
 }
 
 
-# In float64 what remains is the millionth by which every clip is smaller than asked. In float32 the maps enlarge
-# rounding by their condition number, up to 300 here, and norms are raised by what it may come to at worst.
+# In float64 what remains is the millionth by which every clip is smaller than asked. In float32 the
+# maps enlarge
+# rounding by their condition number, up to 300 here, and norms are raised by what it may come to at
+# worst.
 TOLERANCE = {torch.float64: 3e-6, torch.float32: 4e-4}
 PRECISIONS = [(name, torch.float64) for name in GEOMETRIES] + [
     ("AG", torch.float32),

@@ -115,8 +115,10 @@ def test_errors_of_column_normalised_matrices(momentum: float) -> None:
 def test_square_roots_of_prefix_sums() -> None:
     root = BandedSquareRoot(N).factorize(Workload.sgd(), N, N)
     inverse = InverseSquareRoot(N).factorize(Workload.sgd(), N, N)
-    np.testing.assert_allclose(root.c, toeplitz.optimal_max_error_strategy_coefs(N), rtol=1e-12)  # type: ignore[attr-defined]
-    np.testing.assert_allclose(inverse.d, toeplitz.optimal_max_error_noising_coefs(N), rtol=1e-10)  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    np.testing.assert_allclose(root.c, toeplitz.optimal_max_error_strategy_coefs(N), rtol=1e-12)
+    # type: ignore[attr-defined]
+    np.testing.assert_allclose(inverse.d, toeplitz.optimal_max_error_noising_coefs(N), rtol=1e-10)
 
 
 def test_the_optimal_banded_toeplitz_matrix() -> None:

@@ -183,8 +183,10 @@ def test_the_optimum_is_one(workload: Workload, bands: int) -> None:
         ]
         return float(np.abs(slopes).max())
 
-    c = np.array(BandedToeplitz(bands, normalise=False).factorize(workload, n, n).c)  # type: ignore[attr-defined]
-    root = np.array(BandedSquareRoot(bands).factorize(workload, n, n).c)  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    c = np.array(BandedToeplitz(bands, normalise=False).factorize(workload, n, n).c)
+    # type: ignore[attr-defined]
+    root = np.array(BandedSquareRoot(bands).factorize(workload, n, n).c)
     assert objective(c, a) < objective(root, a)
     assert steepest(c) < 1e-4 and steepest(c) < 0.1 * steepest(root)
 

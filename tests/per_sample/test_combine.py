@@ -17,7 +17,7 @@ EPS = 2.0**-24
 @pytest.mark.parametrize("ones", [False, True])
 @pytest.mark.parametrize("size", [1e-2, 1e-3, 1e-4, 1e-6])
 def test_positions_that_cancel_do_not_hide_a_norm(size: float, ones: bool) -> None:
-    """Half of the positions undo the other half but for a small rest, which alone is the gradient."""
+    """Half of the positions cancel the other half up to a small rest, which is the gradient."""
     torch.manual_seed(0)
     left, right = torch.randn(5, 8, 200), torch.randn(5, 8, 300)
     rest = torch.randn(5, 8, 200) * size
@@ -41,7 +41,9 @@ def test_positions_that_cancel_do_not_hide_a_norm(size: float, ones: bool) -> No
 
 @pytest.mark.parametrize("width", [3, 200], ids=["formed", "gram"])
 def test_a_position_with_zero_input_adds_nothing(width: int) -> None:
-    """Padding whose input is zero has no gradient, however large what flows back (as through RMSNorm at zero)."""
+    """Padding whose input is zero has no gradient, however large what flows back (as through
+    RMSNorm at zero).
+    """
     torch.manual_seed(0)
     left, right = torch.randn(5, 4, width), torch.randn(5, 4, width)
     right[:, 0] = 0.0

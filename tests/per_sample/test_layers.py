@@ -361,7 +361,9 @@ def test_norms_and_clipped_sum_equal_one_pass_a_sample(case: Case, dtype: torch.
     ids=lambda case: case.name,
 )
 def test_bfloat16_models_are_clipped_in_float32(case: Case) -> None:
-    """The contribution of every sample, taken alone, has norm at most C, whatever dtype the model computes in."""
+    """The contribution of every sample, taken alone, has norm at most C, whatever dtype the model
+    computes in.
+    """
     torch.manual_seed(1)
     model = case.build().to(torch.bfloat16)
     inputs = case.inputs()

@@ -78,7 +78,8 @@ def square(transposed: bool = False, part: float = 1.0) -> Callable[[LayerCall],
 
 SQUARE_FORM = KroneckerForm(
     lambda module: (1, FEATURES, FEATURES),
-    lambda call: tuple(x.unsqueeze(2) for x in vectors(call)),  # type: ignore[arg-type, return-value]
+    # type: ignore[arg-type, return-value]
+    lambda call: tuple(x.unsqueeze(2) for x in vectors(call)),
 )
 
 

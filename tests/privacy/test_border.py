@@ -1,8 +1,9 @@
-"""Where the guarantee ended at the border to the user's code: in each case it now holds, or the loop is refused.
+"""Where the guarantee ended at the border to the user's code: in each case it now holds, or the
+loop is refused.
 
-One test per case that was once silently wrong. Neighbouring data sets go through the real loop, and the sums that are
-about to be released, before the noise, may differ by at most the clip; or the loop is refused with a message that names
-the fix.
+One test per case that was once silently wrong. Neighbouring data sets go through the real loop, and
+the sums that are about to be released, before the noise, may differ by at most the clip; or the
+loop is refused with a message that names the fix.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def begin(
     optimizer: Any = None,
     **changed: Any,
 ) -> dpkfc.PrivateRun:
-    """Every record at every step, so that neighbouring data sets differ by nothing but the record."""
+    """Every record at every step, so that neighbouring data sets differ only by the record."""
     run: dict[str, Any] = {
         "noise_multiplier": 1.0,
         "delta": 1e-3,
@@ -152,7 +153,10 @@ MIXING: dict[str, Loss] = {
 @pytest.mark.parametrize("name", MIXING)
 class TestLosses:
     def test_declared_it_is_refused_before_anything_is_spent(self, name: str) -> None:
-        """Also where the records of the trial look harmless: they are drawn with as many classes as there are."""
+        """Also where the records of the trial look harmless:
+
+        they are drawn with as many classes as there are.
+        """
         with pytest.raises(
             dpkfc.PrivacyError, match="mixes the records|is not the mean over records"
         ):
@@ -212,7 +216,9 @@ def under_autocast(private: dpkfc.PrivateRun) -> None:
 
 
 def evaluating(private: dpkfc.PrivateRun) -> None:
-    """Forward passes of its own, with and without gradients, random numbers of its own, and a change of mode."""
+    """Forward passes of its own, with and without gradients, random numbers of its own, and a
+    change of mode.
+    """
     for x, y in private.loader.take(1):
         torch.rand(3)
         private.model(x[:2])
@@ -343,7 +349,7 @@ def test_a_loss_that_reaches_a_parameter_outside_the_model_is_refused() -> None:
         )
 
 
-def test_a_loss_that_trains_a_bare_tensor_is_refused_and_one_with_inputs_that_need_gradients_is_not() -> (
+def test_a_loss_that_trains_a_bare_tensor_is_refused_and_one_with_gradients_of_inputs_is_not() -> (
     None
 ):
     bias = torch.zeros(CLASSES, requires_grad=True)
@@ -471,13 +477,18 @@ def released(private: dpkfc.PrivateRun, loss: Loss = cross_entropy, steps: int =
 
 
 def same_noise(one: Tensor, other: Tensor, private: dpkfc.PrivateRun) -> bool:
-    """Two releases of nearly the same sum with different noise are about √2 noise scales apart in every coordinate."""
+    """Two releases of nearly the same sum with different noise are about √2 noise scales apart in
+    every coordinate.
+    """
     scale = private.plan.noise_scale / private.plan.batch_size
     return float((one - other).square().mean().sqrt()) < 0.5 * scale
 
 
 def other_rate(private: dpkfc.PrivateRun) -> dpkfc.PrivateRun:
-    """The second branch does something else with the same noise: the difference would be free of it."""
+    """The second branch does something else with the same noise:
+
+    the difference would be free of it.
+    """
     for group in private.optimizer.param_groups:
         group["lr"] = 0.01
     return private
@@ -581,7 +592,9 @@ class TestNoiseIsUsedOnce:
     def test_a_checkpoint_that_another_process_continues_while_the_run_goes_on(
         self, noise: str, seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The run that saved it is refused, and does not use the noise when the error is caught either."""
+        """The run that saved it is refused, and does not use the noise when the error is caught
+        either.
+        """
         settings = self.settings(noise, seed)
         private = begin(network(), records(), **settings)
         batches = iter(private.loader)
@@ -600,7 +613,10 @@ class TestNoiseIsUsedOnce:
     def test_a_checkpoint_that_was_continued_and_replaced(
         self, noise: str, seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Loaded, not yet continued; meanwhile another process continued it and saved to the same place."""
+        """Loaded, not yet continued;
+
+        meanwhile another process continued it and saved to the same place.
+        """
         settings = self.settings(noise, seed)
         train(begin(network(), records(), **settings), steps=2).save(tmp_path / "run")
         forget_this_process(monkeypatch)
@@ -643,7 +659,10 @@ class TestNoiseIsUsedOnce:
     def test_a_state_that_another_process_kept_by_itself(
         self, noise: str, seed: int | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """As torch.save and torch.load do. A seed means that the noise is to be reproduced; otherwise it is fresh."""
+        """As torch.save and torch.load do.
+
+        A seed means that the noise is to be reproduced; otherwise it is fresh.
+        """
         settings = self.settings(noise, seed)
         first = train(begin(network(), records(), **settings), steps=2)
         state, weights = copy.deepcopy(first.state_dict()), copy.deepcopy(first.model)
@@ -933,7 +952,10 @@ def test_len_is_the_number_of_batches(batch_size: int, chunk: int | None) -> Non
 
 
 class Bag(nn.Module):
-    """Token 1 occurs in the last record only: without it, the row of its embedding is nothing but noise."""
+    """Token 1 occurs in the last record only:
+
+    without it, the row of its embedding is nothing but noise.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -974,7 +996,10 @@ def row_of_one_record(
 
 
 def test_no_bit_pattern_proves_that_a_record_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attack on a row that one record alone touches: it told presence for certain, and tells nothing now."""
+    """The attack on a row that one record alone touches:
+
+    it told presence for certain, and tells nothing now.
+    """
 
     def told(grid: bool) -> list[float]:
         shares = []
@@ -1204,7 +1229,10 @@ def gpt2() -> nn.Module:
 
 
 def trainer_of(private: dpkfc.PrivateRun, folder: Path, own_loss: bool, **arguments: Any) -> Any:
-    """Hugging Face's Trainer around a private loader: with its own loss, or with the declared one."""
+    """Hugging Face's Trainer around a private loader:
+
+    with its own loss, or with the declared one.
+    """
     from transformers import Trainer, TrainingArguments
 
     class Around(Trainer):
@@ -1228,7 +1256,10 @@ def trainer_of(private: dpkfc.PrivateRun, folder: Path, own_loss: bool, **argume
 
 @pytest.mark.parametrize("own_loss", [True, False])
 def test_hugging_face_trainer_with_a_causal_language_model(own_loss: bool, tmp_path: Path) -> None:
-    """The Trainer's own loss divides by the tokens of the whole batch, and is refused; the declared one is not."""
+    """The Trainer's own loss divides by the tokens of the whole batch, and is refused;
+
+    the declared one is not.
+    """
     sums = []
     for count in (N, N - 1):
         model = gpt2()

@@ -1,4 +1,7 @@
-"""Correlated noise keeps the invariants: what is sampled is accounted, noise is added once, resumes replay nothing."""
+"""Correlated noise keeps the invariants:
+
+what is sampled is accounted, noise is added once, resumes replay nothing.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,9 @@ def by_noise(names: list[str] | None = None) -> Any:
 
 
 def records(count: int = RECORDS, large: bool = False) -> TensorDataset:
-    """No record has a gradient, but for the first, if `large`, which has one along the first coordinate."""
+    """No record has a gradient, but for the first, if `large`, which has one along the first
+    coordinate.
+    """
     x = torch.zeros(count, 3)
     if large:
         x[0, 0] = 1e3
@@ -120,7 +125,8 @@ class TestWhatIsSampledIsAccounted:
 
     @by_noise(["square root", "optimised"])
     def test_a_cycle_is_a_subsampled_gaussian_with_the_planned_noise(self, noise: Noise) -> None:
-        """The sufficient statistic of the rows that a participation reaches is ``Bernoulli(q) + N(0, σ²)``.
+        """The sufficient statistic of the rows that a participation reaches is ``Bernoulli(q) +
+        N(0, σ²)``.
 
         In units of ‖C[:, t]‖ · clip, up to the margin for rounding.
         """
@@ -152,7 +158,9 @@ class TestWhatIsSampledIsAccounted:
     def test_without_amplification_the_whole_stream_is_one_gaussian_release(
         self, noise: Noise
     ) -> None:
-        """z has the planned scale, and what the record adds to C x is within the planned sensitivity."""
+        """z has the planned scale, and what the record adds to C x is within the planned
+        sensitivity.
+        """
         with_it, private = self.released(noise, True, 400)
         without, _ = self.released(noise, False, 400)
         plan = private.plan
@@ -202,7 +210,9 @@ class TestWhatIsSampledIsAccounted:
 
     @pytest.mark.parametrize("groups", [2, 7, 16])
     def test_groups_are_drawn_for_each_record_alone_and_uniformly(self, groups: int) -> None:
-        """So a record can be added or removed without moving the others (equal groups would move them)."""
+        """So a record can be added or removed without moving the others (equal groups would move
+        them).
+        """
         many, fewer = (
             CyclicPoisson(b"k" * 32, count, groups, 0.5)._group for count in (20_000, 19_999)
         )
@@ -273,7 +283,10 @@ class TestOnlySoundCombinations:
 
 @by_noise()
 def test_the_noise_of_a_step_is_that_of_the_plan_and_is_added_once(noise: Noise) -> None:
-    """7. Whatever the chunking: the stream of the run is the dense C⁻¹z of its keys, at the planned scale."""
+    """7. Whatever the chunking:
+
+    the stream of the run is the dense C⁻¹z of its keys, at the planned scale.
+    """
     for chunk in (None, 2):
         model, optimizer, private = a_run(records(), noise, max_physical_batch_size=chunk)
         key, z = private._key, []
@@ -329,7 +342,9 @@ def test_going_back_replays_no_noise_and_starts_the_stream_anew(
 
 
 def test_a_matrix_that_may_not_forget_is_not_resumed_after_a_loss(tmp_path: Path) -> None:
-    """Beyond one cycle and with negative entries, it is not known whether starting anew keeps the sensitivity."""
+    """Beyond one cycle and with negative entries, it is not known whether starting anew keeps the
+    sensitivity.
+    """
     signed = dpkfc.noise.OutputPerturbation(
         workload=dpkfc.noise.Workload.toeplitz([1.0, -0.9] + [0.0] * 30)
     )
@@ -348,7 +363,9 @@ def test_a_matrix_that_may_not_forget_is_not_resumed_after_a_loss(tmp_path: Path
 def test_noise_cancels_in_the_parameters_while_the_geometry_changes(
     noise: Noise, nesterov: bool
 ) -> None:
-    """The path of θ is ``-η A C⁻¹ z / E[batch]``, as if there were no geometry, though it is refreshed on the way."""
+    """The path of θ is ``-η A C⁻¹ z / E[batch]``, as if there were no geometry, though it is
+    refreshed on the way.
+    """
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     optimizer = torch.optim.SGD(
         model.parameters(), lr=0.3, momentum=0.9, nesterov=nesterov, weight_decay=0.01
@@ -362,9 +379,19 @@ def test_noise_cancels_in_the_parameters_while_the_geometry_changes(
         return 0.0 * F.cross_entropy(model(batch[0]), batch[1])
 
     private = dpkfc.make_private(
-        model, optimizer, data, noise_multiplier=2.0, delta=1e-5, steps=n, batch_size=BATCH, clip=CLIP,
-        geometry=geometry, noise=noise, seed=3, loss=nothing,
-    )  # fmt: skip
+        model,
+        optimizer,
+        data,
+        noise_multiplier=2.0,
+        delta=1e-5,
+        steps=n,
+        batch_size=BATCH,
+        clip=CLIP,
+        geometry=geometry,
+        noise=noise,
+        seed=3,
+        loss=nothing,
+    )
     start = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
     maps: list[torch.Tensor] = []
     key, z, path = private._key, [], []
@@ -398,7 +425,10 @@ def test_noise_cancels_in_the_parameters_while_the_geometry_changes(
 
 
 class TestWarnings:
-    """What rescales the noisy gradients over time undoes the cancellation: said, with the reason."""
+    """What rescales the noisy gradients over time undoes the cancellation:
+
+    said, with the reason.
+    """
 
     def private(
         self, optimizer: Callable[..., torch.optim.Optimizer], **settings: Any

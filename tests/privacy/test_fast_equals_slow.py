@@ -1,4 +1,7 @@
-"""10. Fast equals slow: models put together at random, tied, reused, frozen in part, in chunks of any size."""
+"""10. Fast equals slow:
+
+models put together at random, tied, reused, frozen in part, in chunks of any size.
+"""
 
 from __future__ import annotations
 

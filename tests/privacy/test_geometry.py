@@ -1,4 +1,7 @@
-"""1, 2, 4 and 9 for a geometry: blind to the data, no sample above C after the map, and an oracle says what it is."""
+"""1, 2, 4 and 9 for a geometry:
+
+blind to the data, no sample above C after the map, and an oracle says what it is.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,10 @@ def tensors(state: Any) -> list[Tensor | float]:
 
 
 class TestBlindToTheData:
-    """1. Swap the private dataset: the preconditioner is bit-identical at equal weights and seed."""
+    """1. Swap the private dataset:
+
+    the preconditioner is bit-identical at equal weights and seed.
+    """
 
     @pytest.mark.parametrize("kind", GEOMETRIES)
     def test_swapped_records_leave_every_map_bit_identical(self, kind: str) -> None:
@@ -116,7 +122,10 @@ class TestBlindToTheData:
         assert any(not torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
 
     def test_no_record_is_read_during_a_refresh(self) -> None:
-        """Nor does the code that refreshes have a way to: it takes the model, its hooks and a step."""
+        """Nor does the code that refreshes have a way to:
+
+        it takes the model, its hooks and a step.
+        """
         reading: list[int] = []
         refreshing: list[bool] = []
 
@@ -161,7 +170,7 @@ class TestBlindToTheData:
 
 
 class TestNoSampleAboveC:
-    """2. For every sample the clipped contribution has norm at most C in the preconditioned space."""
+    """2. Every sample's clipped contribution has norm at most R in the preconditioned space."""
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
@@ -195,7 +204,10 @@ class TestNoSampleAboveC:
 
     @pytest.mark.parametrize("kind", GEOMETRIES)
     def test_maps_that_change_within_a_batch_wait_for_the_next(self, kind: str) -> None:
-        """One geometry shared by two runs, or refreshed by hand between backward and step: the clip still holds."""
+        """One geometry shared by two runs, or refreshed by hand between backward and step:
+
+        the clip still holds.
+        """
         model, geometry = small_cnn().eval(), GEOMETRIES[kind]()
         x, y = images(1).tensors
         sums: list[Tensor] = []

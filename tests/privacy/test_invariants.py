@@ -567,7 +567,10 @@ class TestNoise:
 
 
 class TestWhatIsNotPrivateSaysSo:
-    """9. Losses, norms and oracle geometry are marked; a run with an oracle reports epsilon = inf."""
+    """9. Losses, norms and oracle geometry are marked;
+
+    a run with an oracle reports epsilon = inf.
+    """
 
     def test_oracle_geometry_reports_infinity(self) -> None:
         class Oracle(dpkfc.Identity):
@@ -642,7 +645,10 @@ class TestCopies:
 
 
 class TestGeometryIsBlind:
-    """1. The geometry is given the names of parameters, never the data; it cannot tell two data sets apart."""
+    """1. The geometry is given the names of parameters, never the data;
+
+    it cannot tell two data sets apart.
+    """
 
     def test_the_geometry_sees_the_same_whatever_the_data(self) -> None:
         seen = []

@@ -1,8 +1,9 @@
 """Invariant 8: the ledger never under-reports, whatever point the process is killed at.
 
-A child charges step t, then makes it visible by appending t to a file, and so on until SIGKILL. The next
-child goes on from what the ledger shows. After every kill, the ledger must show at least what is visible,
-and at most one step more. The same harness with the two acts swapped must find the fault.
+A child charges step t, then makes it visible by appending t to a file, and so on until SIGKILL. The
+next child goes on from what the ledger shows. After every kill, the ledger must show at least what
+is visible, and at most one step more. The same harness with the two acts swapped must find the
+fault.
 """
 
 from __future__ import annotations
@@ -33,12 +34,10 @@ import os, sys, time
 from dpkfc.accounting.ledger import Ledger, Mechanism
 
 def live(path, order, nap):
-    visible = os.open(path + ".released", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    ledger = Ledger(path, "people")
-    step = ledger.open_run("run", Mechanism(.1, 1., 10**9))
-    acts = {"charge": lambda: ledger.charge("run", step), "release": lambda: os.write(visible, b"%d\\n" % step)}
-    first, second = (acts[name] for name in order.split("-"))
-    while True:
+    visible = os.open(path + ".released", os.O_WRONLY | os.O_APPEND | os.O_CREAT) ledger =
+    Ledger(path, "people") step = ledger.open_run("run", Mechanism(.1, 1., 10**9)) acts = {"charge":
+    lambda: ledger.charge("run", step), "release": lambda: os.write(visible, b"%d\\n" % step)}
+    first, second = (acts[name] for name in order.split("-")) while True:
         step += 1
         first()
         if nap:
@@ -119,7 +118,8 @@ def test_after_any_kill_the_ledger_shows_what_was_released(
     before, seen = charged(path), 0
     for kill in range(kills):
         nursery.live_and_die(path, chance.uniform(0.0, 0.05), nap=nap)
-        # Every other time by a reader, which must find what is only in the log that the dead left behind.
+        # Every other time by a reader, which must find what is only in the log that the dead left
+        # behind.
         now = charged(path) if kill % 2 else read(path)[0].charged
         new = visible(path)[seen:]
         assert new == list(

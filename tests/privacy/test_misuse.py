@@ -272,7 +272,8 @@ def augmented(rows: list[Any]) -> list[Tensor]:
 
 
 def ordered(rows: list[Any]) -> list[Tensor]:
-    return default_collate(sorted(rows, key=lambda row: float(row[0][0])))  # type: ignore[no-any-return]
+    # type: ignore[no-any-return]
+    return default_collate(sorted(rows, key=lambda row: float(row[0][0])))
 
 
 def one_by_one(rows: list[Any]) -> list[Tensor]:

@@ -34,7 +34,9 @@ DATA = TensorDataset(PRIVATE, LABELS)
 
 
 class Own(Dataset[Any]):
-    """A class of the user's own, which hands out what it is given, and may be slow or random about it."""
+    """A class of the user's own, which hands out what it is given, and may be slow or random about
+    it.
+    """
 
     def __init__(
         self, rows: Any, seconds: float = 0.0, change: Callable[[Any], Any] = lambda record: record
@@ -243,7 +245,8 @@ def test_random_transforms_do_the_same_to_the_same_record(draw: Callable[..., An
         return record + (draw(()) if draw is torch.rand else draw())
 
     private, public = Own(PRIVATE, change=changed), Own(PRIVATE[[4, 2]], change=changed)
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # noqa: NPY002
+    numpy_state = np.random.get_state()[1].tolist()  # noqa: NPY002
+    before = random.getstate(), numpy_state, torch.get_rng_state()
     assert refused(public, private) == (2, 2, 0)
     assert accepted(Own(OTHERS, change=changed), private)
     assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[2])

@@ -1,8 +1,9 @@
 """End to end: what a run releases has exactly the distribution that the accountant analyses.
 
-One record has a large gradient along the first coordinate, all others have none, and the weights do not
-move. Then the first coordinate of every released sum, in units of the clip, is ``Bernoulli(q) + N(0, σ²)``, the pair of
-distributions behind the Poisson-subsampled Gaussian mechanism; without the record it is ``N(0, σ²)``.
+One record has a large gradient along the first coordinate, all others have none, and the weights do
+not move. Then the first coordinate of every released sum, in units of the clip, is ``Bernoulli(q) +
+N(0, σ²)``, the pair of distributions behind the Poisson-subsampled Gaussian mechanism; without the
+record it is ``N(0, σ²)``.
 """
 
 from __future__ import annotations
@@ -38,9 +39,15 @@ def released(
         "clip": CLIP,
     }
     private = dpkfc.make_private(
-        model, optimizer, TensorDataset(x), **settings, seed=11, max_physical_batch_size=chunk, options=dpkfc.Options(check=False),
+        model,
+        optimizer,
+        TensorDataset(x),
+        **settings,
+        seed=11,
+        max_physical_batch_size=chunk,
+        options=dpkfc.Options(check=False),
         loss=lambda model, batch: model(batch[0]).mean(),
-    )  # fmt: skip
+    )
     seen = []
     # every step counts, also those without records, which the loop does not see
     optimizer.register_step_pre_hook(lambda opt, args, kwargs: seen.append(model.weight.grad))

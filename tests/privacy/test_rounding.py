@@ -1,6 +1,8 @@
-"""No record leaves the ball by rounding: what it adds to the released sum is at most the clip, whatever is in it.
+"""No record leaves the ball by rounding: what it adds to the released sum is at most the clip,
+whatever is in it.
 
-Every record here was made for it: its gradient is small, or zero, and yet float32 would let it do much more.
+Every record here was made for it: its gradient is small, or zero, and yet float32 would let it do
+    much more.
 """
 
 from __future__ import annotations
@@ -74,7 +76,10 @@ class Mean(nn.Module):
 
 
 def rounded_one_way(positions: int, width: int, size: float) -> Tensor:
-    """Large at both ends, of either sign; in between what is rounded up to an ulp, and down to nothing, in turn."""
+    """Large at both ends, of either sign;
+
+    in between what is rounded up to an ulp, and down to nothing, in turn.
+    """
     course = torch.zeros(positions)
     course[0], course[-1] = 1.0, -1.0
     course[1:-1:2], course[2:-1:2] = 0.51 * ULP, -0.49 * ULP
@@ -121,7 +126,8 @@ class Weighted(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor, weights: Tensor) -> Tensor:
-        return self.head((self.embed(ids) * weights.unsqueeze(2)).sum(1, keepdim=True))  # type: ignore[no-any-return]
+        # type: ignore[no-any-return]
+        return self.head((self.embed(ids) * weights.unsqueeze(2)).sum(1, keepdim=True))
 
 
 @pytest.mark.parametrize("size", [1e6, 1e9, 1e12])
@@ -143,7 +149,10 @@ def test_tokens_that_cancel_do_not_swallow_what_others_add(tied: bool, size: flo
 
 @pytest.mark.parametrize("others", [511, 2047])
 def test_a_head_that_undoes_its_embedding_does_not_drown_many_others(others: int) -> None:
-    """Head and embedding of a record are of 30,000 times the clip, and opposite: others meet only what is left."""
+    """Head and embedding of a record are of 30,000 times the clip, and opposite:
+
+    others meet only what is left.
+    """
     ids = torch.zeros(2, 1, dtype=torch.long).expand(2, 1)
 
     def total(extra: float, count: int) -> Tensor:
@@ -173,7 +182,10 @@ class Pointwise(nn.Module):
 
 
 def test_a_record_along_what_the_map_shrinks_does_not_round_what_others_add() -> None:
-    """Unmapped it is 30,000 times the clip: what others add to that is rounded, and the map enlarges the difference."""
+    """Unmapped it is 30,000 times the clip:
+
+    what others add to that is rounded, and the map enlarges the difference.
+    """
     torch.manual_seed(0)
     probe = dpkfc.probes.PublicData((1 + 0.01 * torch.randn(256, 16, 8), torch.zeros(256).long()))
 
@@ -233,7 +245,10 @@ def test_equal_entries_are_not_measured_too_short(entries: int, value: float) ->
 
 
 def test_a_map_that_enlarges_much_does_not_hide_what_it_enlarges() -> None:
-    """The squares of the factors are lost, or ordinary; those of the entries that the map makes of them are not."""
+    """The squares of the factors are lost, or ordinary;
+
+    those of the entries that the map makes of them are not.
+    """
     outer = OuterProductGrad(torch.full((1, 1, 8), 2.4e-23), torch.full((1, 1, 8), 1.7e4))
     norm = outer.squared_norms(DiagonalMap([torch.full((8, 8), 2.5e18)])).sqrt()
     assert float(norm) == pytest.approx(2.4e-23 * 1.7e4 * 2.5e18 * 8, rel=1e-4)

@@ -1,7 +1,8 @@
 """Privacy bugs that an earlier version of the test suite did not notice, one section for each.
 
-Each test names the edits that it kills: file, function, what is changed. All of them were tried. The released gradients
-may or may not be rounded to a grid of at most a 32nd of the noise's standard deviation: the tests hold either way.
+Each test names the edits that it kills: file, function, what is changed. All of them were tried.
+    The released gradients may or may not be rounded to a grid of at most a 32nd of the noise's
+    standard deviation: the tests hold either way.
 """
 
 from __future__ import annotations
@@ -111,7 +112,10 @@ class WatchedNoise:
 def test_the_charge_is_on_disk_before_noise_is_added_and_anything_released(
     tmp_path: Path, parts: int | None
 ) -> None:
-    """Kills, in run.py: `_before_step` with `ledger.charge` after `_release`; `charge` moved into `_after_step`."""
+    """Kills, in run.py: `_before_step` with `ledger.charge` after `_release`;
+
+    `charge` moved into `_after_step`.
+    """
     ledger, model = Ledger(tmp_path / "ledger", "people"), network()
     private = begin(model, ledger=ledger, max_physical_batch_size=parts)
     private._noise = noise = WatchedNoise(private, tmp_path / "ledger")  # type: ignore[assignment]
@@ -134,7 +138,10 @@ def test_the_charge_is_on_disk_before_noise_is_added_and_anything_released(
 @pytest.mark.parametrize("parts", [None, 4])
 @pytest.mark.parametrize("failing", [1, 3])
 def test_a_failing_charge_releases_nothing(tmp_path: Path, parts: int | None, failing: int) -> None:
-    """Kills, in run.py: the two edits above; `_before_step` with `self.steps += 1` or `next_key` before the charge."""
+    """Kills, in run.py: the two edits above;
+
+    `_before_step` with `self.steps += 1` or `next_key` before the charge.
+    """
     ledger, model = Ledger(tmp_path / "ledger", "people"), network()
     private = begin(model, ledger=ledger, max_physical_batch_size=parts)
     private._noise = noise = WatchedNoise(private, tmp_path / "ledger")  # type: ignore[assignment]
@@ -174,10 +181,13 @@ OPTIMIZERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weights_are_a_function_of_the_released_gradients_alone(name: str) -> None:
-    """Kills: run.py `_release` keeping sums before the noise, `p.clean = ...`, and in optim/adambc.py `step` or `_step`
-    (mean, square) or in optim/disk.py `step` (from the first step or later) the use of `p.clean` for `p.grad`.
+    """Kills: run.py `_release` keeping sums before the noise, `p.clean = ...`, and in
+    optim/adambc.py `step` or `_step`
+    (mean, square) or in optim/disk.py `step` (from the first step or later) the use of `p.clean`
+    for `p.grad`.
 
-    The released gradients of a real run are replayed into a fresh optimizer that has never met a run.
+    The released gradients of a real run are replayed into a fresh optimizer that has never met a
+    run.
     """
     model = network()
     alone = copy.deepcopy(model)
@@ -219,7 +229,10 @@ def test_weights_are_a_function_of_the_released_gradients_alone(name: str) -> No
 
 
 def clipped_sum(model: nn.Module, batch: Any, clip: float) -> list[Tensor]:
-    """``Σ_i g_i min(1, C / ‖g_i‖)`` by autograd, record by record, in float64; the norm is over all parameters."""
+    """``Σ_i g_i min(1, C / ‖g_i‖)`` by autograd, record by record, in float64;
+
+    the norm is over all parameters.
+    """
     exact = copy.deepcopy(model).double().requires_grad_(True)
     totals = [torch.zeros_like(p) for p in exact.parameters()]
     for x, y in zip(*batch, strict=True):
@@ -238,11 +251,13 @@ def clipped_sum(model: nn.Module, batch: Any, clip: float) -> list[Tensor]:
 def test_parameters_unfrozen_later_are_in_the_norm_and_get_noise(
     late: str, noise_multiplier: float
 ) -> None:
-    """Kills: run.py `_release` with `self._layout` for `trainable`, or noise for the names in `self._layout` only;
+    """Kills: run.py `_release` with `self._layout` for `trainable`, or noise for the names in
+    `self._layout` only;
     capture/tape.py `drain` with the norms of slots that were trainable at first only.
 
-    What is released less the clipped sum, computed by other means, is noise of the planned deviation everywhere. With
-    little noise, a record that is longer than the clip would stand out by far.
+    What is released less the clipped sum, computed by other means, is noise of the planned
+    deviation everywhere. With little noise, a record that is longer than the clip would stand out
+    by far.
     """
     model, clip = network(100, 50), 0.5
     x, y = table(40, 100).tensors
@@ -277,7 +292,9 @@ def test_parameters_unfrozen_later_are_in_the_norm_and_get_noise(
 
 @pytest.mark.parametrize("late", ["0.weight", "0.bias", "0.", "2."])
 def test_one_record_moves_unfrozen_and_other_parameters_by_at_most_the_clip(late: str) -> None:
-    """Kills the edits of the norm above, by the released gradient of a single record alone, without an oracle."""
+    """Kills the edits of the norm above, by the released gradient of a single record alone, without
+    an oracle.
+    """
     model, clip = network(100, 50), 0.5
     data = TensorDataset(50 * table(1, 100).tensors[0], torch.tensor([1]))
     chosen = [p for name, p in model.named_parameters() if name.startswith(late)]
@@ -290,7 +307,8 @@ def test_one_record_moves_unfrozen_and_other_parameters_by_at_most_the_clip(late
     for batch in private.loader:
         cross_entropy(model, batch).backward()
         private.optimizer.step()
-        norm = float(vector(p.grad.double() for p in model.parameters()).norm())  # type: ignore[union-attr]
+        # type: ignore[union-attr]
+        norm = float(vector(p.grad.double() for p in model.parameters()).norm())
         assert 0.99 * clip < norm < clip * (1 + 1e-3), "the noise is a thousandth of that"
 
 
@@ -299,7 +317,8 @@ def test_one_record_moves_unfrozen_and_other_parameters_by_at_most_the_clip(late
 
 @pytest.mark.parametrize("kind", ["kfc", "diagonal"])
 def test_an_automatic_clip_looks_at_no_private_record(kind: str) -> None:
-    """Kills: private.py `_clip_from_probes` with the norm of one private record among those of the probes;
+    """Kills: private.py `_clip_from_probes` with the norm of one private record among those of the
+    probes;
     `make_private` with a clip that is scaled by the norm of one.
     """
 
@@ -326,7 +345,10 @@ def test_an_automatic_clip_looks_at_no_private_record(kind: str) -> None:
 
 
 def pieces(value: Any) -> Iterator[bytes]:
-    """Everything in a state, as bytes; text that may be hexadecimal, and large numbers, as what they stand for too."""
+    """Everything in a state, as bytes;
+
+    text that may be hexadecimal, and large numbers, as what they stand for too.
+    """
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from pieces(key)
@@ -374,7 +396,8 @@ STREAMS: dict[str, Any] = {
     "independent": dpkfc.noise.Independent(),
     "ring of outputs": dpkfc.noise.BandedToeplitz(bands=4),
     "ring of inputs": dpkfc.noise.InverseSquareRoot(bands=12),
-    # InverseSquareRoot and LambdaCGD with few bands (`Regenerated`) are left out: they keep the keys of the last few
+    # InverseSquareRoot and LambdaCGD with few bands (`Regenerated`) are left out: they keep the
+    # keys of the last few
     # steps on purpose, where the others keep the past noise itself.
 }
 
@@ -384,9 +407,11 @@ STREAMS: dict[str, Any] = {
 def test_no_earlier_noise_follows_from_a_checkpoint(
     name: str, resumed: bool, tmp_path: Path
 ) -> None:
-    """Kills: run.py `state_dict` with the first or the previous key, or half of the key of the last noise, as text, a
-    number or a tensor; run.py `_before_step` that advances the key only at the next step; noise/stream.py
-    `_Buffers.state_dict` with keys; checkpoint.py `save` writing an older state as well.
+    """Kills: run.py `state_dict` with the first or the previous key, or half of the key of the last
+    noise, as text, a
+    number or a tensor; run.py `_before_step` that advances the key only at the next step;
+    noise/stream.py `_Buffers.state_dict` with keys; checkpoint.py `save` writing an older state as
+    well.
     """
     private = begin(network(), noise=STREAMS[name], batch_size=5, steps=12, seed=None)
     past: list[bytes] = []
@@ -423,7 +448,8 @@ def test_no_earlier_noise_follows_from_a_checkpoint(
 def test_a_recorded_key_gives_away_its_noise_and_a_later_checkpoint_does_not(
     tmp_path: Path,
 ) -> None:
-    """Kills the edits above for independent noise, by an attack: regenerate noise from whatever the checkpoint holds.
+    """Kills the edits above for independent noise, by an attack: regenerate noise from whatever the
+    checkpoint holds.
 
     The noise is a thousand times the clip, so a released gradient is noise almost entirely.
     """
@@ -438,7 +464,9 @@ def test_a_recorded_key_gives_away_its_noise_and_a_later_checkpoint_does_not(
     private.save(tmp_path / "checkpoint")
 
     def best(found: list[bytes], steps: list[Tensor]) -> float:
-        """The largest correlation of released gradients with noise from any of these keys, and those that follow."""
+        """The largest correlation of released gradients with noise from any of these keys, and
+        those that follow.
+        """
         keys = {key for one in found if len(one) == 32 for key in derived(one, 8)}
         guesses = torch.zeros(len(keys), len(released[0]))
         for guess, key in zip(guesses, keys, strict=True):
@@ -466,7 +494,8 @@ def key_of(**changed: Any) -> str:
 def test_the_first_key_depends_on_each_of_32_bytes_of_the_operating_system(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Kills: noise/rng.py `first_key` from `random`; from `os.urandom(2)`, hashed; from 2 of 32 bytes, hashed; from 16
+    """Kills: noise/rng.py `first_key` from `random`; from `os.urandom(2)`, hashed; from 2 of 32
+    bytes, hashed; from 16
     bytes, twice; run.py `__init__` with `first_key(seed or 0)`.
     """
     asked: list[int] = []
@@ -515,11 +544,12 @@ class Silent(nn.Module):
 
 
 def test_the_noise_scale_has_the_rounding_margin() -> None:
-    """Kills: plan.py `noise_scale` without `(1 + MARGIN)`, or with `1 - MARGIN`; run.py `_release` with
+    """Kills: plan.py `noise_scale` without `(1 + MARGIN)`, or with `1 - MARGIN`; run.py `_release`
+    with
     `noise_multiplier * clip` for `noise_scale`.
 
-    The released noise regressed on the stream's own million normals: the slope is known to a few parts in a million,
-    also if the noise was rounded to a grid.
+    The released noise regressed on the stream's own million normals: the slope is known to a few
+    parts in a million, also if the noise was rounded to a grid.
     """
     model = Silent(1000)
     data = TensorDataset(torch.zeros(40, 1000), torch.arange(40) % 3)
@@ -543,7 +573,9 @@ def test_the_noise_scale_has_the_rounding_margin() -> None:
 
 
 class Driven:
-    """A cipher whose key stream is one word of 32 bits again and again, and another where the tail is asked for."""
+    """A cipher whose key stream is one word of 32 bits again and again, and another where the tail
+    is asked for.
+    """
 
     word = 0
     tail = 0
@@ -571,10 +603,13 @@ class Driven:
 def test_the_tail_of_the_noise_is_not_cut(
     word: int, tail: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kills: noise/rng.py `_lane_of_normals` without `_refine_tail_`, or with radii or normals clamped at 5.8, 6.5 or
-    7.5; `_refine_tail_` that adds no fraction; run.py `_release` or `add_lanes_` that clamps the noise.
+    """Kills: noise/rng.py `_lane_of_normals` without `_refine_tail_`, or with radii or normals
+    clamped at 5.8, 6.5 or
+    7.5; `_refine_tail_` that adds no fraction; run.py `_release` or `add_lanes_` that clamps the
+    noise.
 
-    All words of the cipher are the same small number: radii and angles follow by Box and Muller's formula.
+    All words of the cipher are the same small number: radii and angles follow by Box and Muller's
+        formula.
     """
     monkeypatch.setattr(Driven, "word", word)
     monkeypatch.setattr(Driven, "tail", tail)
@@ -628,7 +663,9 @@ def numbered(count: int) -> TensorDataset:
 
 @pytest.mark.parametrize("by", ["file", "state"])
 def test_an_unseeded_run_keeps_its_groups_when_it_is_resumed(by: str, tmp_path: Path) -> None:
-    """Kills: run.py `load_state_dict` without the group key, or with one derived from the key of the present step."""
+    """Kills: run.py `load_state_dict` without the group key, or with one derived from the key of
+    the present step.
+    """
     settings: dict[str, Any] = {
         "noise": dpkfc.noise.BandedToeplitz(bands=4),
         "batch_size": 10,
@@ -672,7 +709,8 @@ def accounted(
 
 
 def test_the_accountant_is_given_the_rate_within_a_group(tmp_path: Path) -> None:
-    """Kills: plan.py `mechanism` with `sampling_rate` for `rate_in_turn`, or with `groups=1`; `rate_in_turn` without
+    """Kills: plan.py `mechanism` with `sampling_rate` for `rate_in_turn`, or with `groups=1`;
+    `rate_in_turn` without
     `groups`; run.py giving the ledger another mechanism.
 
     The rate is measured on the batches of the loop, and epsilon is dp-accounting's own for it.
@@ -717,9 +755,11 @@ def test_the_accountant_is_given_the_rate_within_a_group(tmp_path: Path) -> None
 
 
 class Words(nn.Module):
-    """Scores from the mean of embeddings; where `broken` is 0, the gradient that reaches the embedding is NaN.
+    """Scores from the mean of embeddings; where `broken` is 0, the gradient that reaches the
+    embedding is NaN.
 
-    The derivative of a square root at 0 is infinite, and times 0 it is NaN. All else about such a record is finite.
+    The derivative of a square root at 0 is infinite, and times 0 it is NaN. All else about such a
+    record is finite.
     """
 
     def __init__(self, tied: bool) -> None:
@@ -748,7 +788,8 @@ def released_by(
         batch_size=len(ids),
         steps=1,
         clip=0.3,
-        loss="unchecked",  # of a loss that is no number for some records there is nothing to compare
+        # of a loss that is no number for some records there is nothing to compare
+        loss="unchecked",
         options=dpkfc.Options(check=False),
     )
     for its_ids, its_intact, its_weight, y in private.loader:
@@ -767,8 +808,10 @@ def released_by(
 def test_a_record_with_nan_backprops_into_an_embedding_contributes_zero(
     how: str, bad: list[int], tied: bool
 ) -> None:
-    """Kills: capture/embedding.py `RowSparseGrad.masked` that returns `self`, or multiplies by 0; `TiedEmbeddingGrad.masked` that masks
-    the head or the rows only; run.py `_clip_and_sum` that masks no forms; clipping.py `clip_weights` without `finite`.
+    """Kills: capture/embedding.py `RowSparseGrad.masked` that returns `self`, or multiplies by 0;
+    `TiedEmbeddingGrad.masked` that masks
+    the head or the rows only; run.py `_clip_and_sum` that masks no forms; clipping.py
+    `clip_weights` without `finite`.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(12, (6, 4), generator=generator)
@@ -798,7 +841,8 @@ def test_a_record_with_nan_backprops_into_an_embedding_contributes_zero(
 def test_the_epsilon_of_a_result_is_that_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kills: training.py `fit` or `release` with an epsilon that is 1 % too low, or that of fewer steps; the same in
+    """Kills: training.py `fit` or `release` with an epsilon that is 1 % too low, or that of fewer
+    steps; the same in
     `_loop`, which writes metrics.jsonl; run.py `epsilon`, plan.py `epsilon` scaled by 0.99.
     """
     monkeypatch.setattr(release, "draw_figures", lambda *arguments: None)

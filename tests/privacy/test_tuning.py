@@ -1,8 +1,10 @@
-"""A private tuning keeps its promise: nothing but the best try is released, it is paid for, and the price is enough.
+"""A private tuning keeps its promise: nothing but the best try is released, it is paid for, and the
+price is enough.
 
-The price is checked against the exact distribution of the released value, for one Gaussian query: with F the
-distribution function of a try's rank and G the generating function of the number K of tries, the best rank is at most r
-with probability G(F(r)) (and there is no best with probability G(0)).
+The price is checked against the exact distribution of the released value, for one Gaussian query:
+    with F the distribution function of a try's rank and G the generating function of the number K
+    of tries, the best rank is at most r with probability G(F(r)) (and there is no best with
+    probability G(0)).
 """
 
 from __future__ import annotations
@@ -41,9 +43,16 @@ def private_run(noise: float, best_of: BestOf | None) -> dpkfc.PrivateRun:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     data = TensorDataset(torch.zeros(4, 1))
     return dpkfc.make_private(
-        model, optimizer, data, noise_multiplier=noise, delta=1e-2, steps=1, batch_size=4, options=dpkfc.Options(best_of=best_of),
+        model,
+        optimizer,
+        data,
+        noise_multiplier=noise,
+        delta=1e-2,
+        steps=1,
+        batch_size=4,
+        options=dpkfc.Options(best_of=best_of),
         loss=lambda model, batch: model(batch[0]).mean(),
-    )  # fmt: skip
+    )
 
 
 # What is released
@@ -89,7 +98,10 @@ def test_nothing_but_the_best_try_is_released(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_try_that_diverges_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it does depends on the records: to draw another one instead would be a choice that nobody paid for."""
+    """Whether it does depends on the records:
+
+    to draw another one instead would be a choice that nobody paid for.
+    """
     monkeypatch.setattr(BestOf, "draw", lambda self, generator: 3)
     plan, calls = private_run(2.0, BestOf(5)).plan, []
 
@@ -118,7 +130,10 @@ def test_a_try_that_diverges_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def released(shift: float, noise: float, score: np.ndarray, best_of: BestOf) -> np.ndarray:
-    """The probability of each bin to hold the released value, and last that nothing is released. Ties go by lot."""
+    """The probability of each bin to hold the released value, and last that nothing is released.
+
+    Ties go by lot.
+    """
     tries, mean = np.diff(stats.norm.cdf(EDGES - shift / noise)), best_of.mean
     _, rank = np.unique(score, return_inverse=True)
     of_rank = np.bincount(rank, tries)
@@ -138,7 +153,9 @@ def delta_of(p: np.ndarray, q: np.ndarray, epsilon: float) -> float:
 
 
 def scores(threshold: float) -> list[np.ndarray]:
-    """Scores that do harm: what is likelier on one side wins, and next to it what is likelier on the other."""
+    """Scores that do harm: what is likelier on one side wins, and next to it what is likelier on
+    the other.
+    """
     values = VALUES
     return [
         np.where(values < threshold, 1e3, values),
@@ -172,7 +189,10 @@ def test_whatever_the_score_the_exact_loss_is_at_most_the_price(
 def test_what_is_released_has_the_distribution_that_was_analysed(
     best_of: BestOf, seed: int, shift: float
 ) -> None:
-    """The tuning itself, with a score that does harm: high values lose to low ones, except for those above 1."""
+    """The tuning itself, with a score that does harm:
+
+    high values lose to low ones, except for those above 1.
+    """
     private, chance = private_run(1.0, best_of), np.random.default_rng(seed)
     weight, calls = private.model.weight, [0]  # type: ignore[union-attr]
 
@@ -199,8 +219,10 @@ def test_what_is_released_has_the_distribution_that_was_analysed(
 
 # It is paid for
 
-# One process imports everything and forks two children for every moment at which a tuning may die: one that dies there,
-# and one that goes on. What they saw is what they wrote: a byte when a try begins, another when a tuning is released.
+# One process imports everything and forks two children for every moment at which a tuning may die:
+# one that dies there,
+# and one that goes on. What they saw is what they wrote: a byte when a try begins, another when a
+# tuning is released.
 NURSERY = """
 import json, os, signal, sys
 import optuna, torch
@@ -230,9 +252,8 @@ def mortal(function):
     return act
 
 def train(trial):
-    os.write(visible, b"t")
-    model = torch.nn.Linear(1, 1, bias=False)
-    private = dpkfc.make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), data, **settings,
+    os.write(visible, b"t") model = torch.nn.Linear(1, 1, bias=False) private =
+    dpkfc.make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), data, **settings,
                                  options=dpkfc.Options(best_of=plan.best_of),
                                  loss=lambda model, batch: model(batch[0]).mean())
     for (x,) in private.loader:
@@ -241,23 +262,23 @@ def train(trial):
         private.optimizer.zero_grad()
     return private, -trial.number
 
-dpkfc.tuning.BestOf.draw = lambda self, generator: 2
-visible = os.open(f"{folder}/warm-up", os.O_WRONLY | os.O_CREAT)
-dpkfc.tune_privately(train, plan=plan, storage=f"{folder}/tuning.db", name="warm-up")  # imports what is imported late
-for owner, name in ((dpkfc.Ledger, "open_run"), (dpkfc.Ledger, "charge"), (optuna.Study, "set_user_attr"),
+dpkfc.tuning.BestOf.draw = lambda self, generator: 2 visible = os.open(f"{folder}/warm-up",
+os.O_WRONLY | os.O_CREAT) dpkfc.tune_privately(train, plan=plan, storage=f"{folder}/tuning.db",
+name="warm-up")  # imports what is imported late for owner, name in ((dpkfc.Ledger, "open_run"),
+(dpkfc.Ledger, "charge"), (optuna.Study, "set_user_attr"),
                     (optuna.Study, "tell"), (search, "_write")):
     setattr(owner, name, mortal(getattr(owner, name)))
 
-for number in (3, 4, 6, 8, 10, 12):  # before and after the charge; the draw; training, weights and score of a try
-    seen = []
-    for life in (number, -1):
+for number in (3, 4, 6, 8, 10, 12):  # before and after the charge; the draw; training, weights and
+    score of a try seen = [] for life in (number, -1):
         visible = os.open(f"{folder}/{number}.{life}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         child = os.fork()
         if not child:
             try:
-                moments_left, name = life, f"tuning {number}"
-                ledger = dpkfc.Ledger(f"{folder}/{number}.ledger", dataset="people")
-                dpkfc.tune_privately(mortal(train), plan=plan, storage=f"{folder}/tuning.db", name=name, ledger=ledger,
+                moments_left, name = life, f"tuning {number}" ledger =
+                dpkfc.Ledger(f"{folder}/{number}.ledger", dataset="people")
+                dpkfc.tune_privately(mortal(train), plan=plan, storage=f"{folder}/tuning.db",
+                name=name, ledger=ledger,
                                      run_id="tuning")
                 os.write(visible, b"r")
             except dpkfc.PrivacyError as error:

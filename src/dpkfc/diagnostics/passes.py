@@ -98,7 +98,7 @@ class Examples:
     def passes(
         self, model: nn.Module, capture: GradientCapture
     ) -> Iterator[tuple[list[LayerCall], float]]:
-        """The layer calls of each pass, and the factor that makes a gradient that of one example."""
+        """The layer calls of each pass, and the factor that scales gradients to one example."""
         if is_probe(self.source):
             probing = Probing(self.count, None, self.loss, self.seed)  # type: ignore[arg-type]
             generator = probing.generator(0, "diagnostics")

@@ -387,7 +387,8 @@ def test_steps_that_were_paid_for_in_vain_are_told(folder: Path) -> None:
     (folder / "metrics.jsonl").unlink()
     console = Console(file=io.StringIO(), width=200)
     console.print(result_table(folder, folder / "report.html"))
-    for text in (write_report(folder).read_text(), console.file.getvalue()):  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    for text in (write_report(folder).read_text(), console.file.getvalue()):
         assert "1,234 steps after the last checkpoint were charged, and the result was lost" in text
 
 

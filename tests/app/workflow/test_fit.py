@@ -425,7 +425,8 @@ def test_images_through_scattering_features(
 )
 def test_other_models_and_methods(tmp_path: Path, settings: dict[str, object]) -> None:
     data = some_data(shape=(3, 6, 5))
-    assert fit(data, replace(SETTINGS, **settings), tmp_path, console=QUIET)  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    assert fit(data, replace(SETTINGS, **settings), tmp_path, console=QUIET)
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["model"] == settings["model"] and ("DP-SGD" in result["geometry"]) == (
         "method" in settings
@@ -564,7 +565,8 @@ def test_a_checkpoint_that_cannot_be_read_says_what_to_do(
 )
 def test_settings_that_cannot_be(tmp_path: Path, change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError) as caught:
-        fit(some_data(), replace(SETTINGS, **change), tmp_path / "run", console=QUIET)  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        fit(some_data(), replace(SETTINGS, **change), tmp_path / "run", console=QUIET)
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
 
