@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -105,3 +107,16 @@ def test_it_lies_in_the_cache_folder_of_the_user(monkeypatch: pytest.MonkeyPatch
     assert epsilon_cache.cache_file() == Path("/somewhere/dpkfc/epsilons.json")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert epsilon_cache.cache_file() == Path.home() / ".cache/dpkfc/epsilons.json"
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="the system has no owners of files")
+def test_a_cache_that_others_may_write_is_ignored(tmp_path: Path) -> None:
+    """Otherwise another user of the machine could make a ledger look cheaper than it is."""
+    file = tmp_path / "epsilons.json"
+    mechanism, delta = Mechanism(1.0, 16.0, 10), 1e-5
+    truth = EpsilonCache(file).epsilon([mechanism], delta)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    file.write_text(json.dumps({key: truth / 2 for key in json.loads(file.read_text())}))
+    assert EpsilonCache(file).epsilon([mechanism], delta) == truth / 2, "the entry is the one used"
+    file.chmod(0o622)
+    assert EpsilonCache(file).epsilon([mechanism], delta) == truth

@@ -4,8 +4,9 @@ Loading the accountant takes about a second, and composing the steps of a run ab
 cached value takes neither. It is used only for the same mechanisms, delta and code: the versions of
 dp-accounting, SciPy and NumPy, and the files of dpkfc's accounting.
 
-The file belongs to the person who reads the ledger. A value in it that was changed by hand changes
-only what that person sees; budgets are always checked by computation.
+The file belongs to the person who reads the ledger: one that others own or may write is ignored. A
+value in it that was changed by hand changes only what that person sees; budgets are always checked by
+computation.
 """
 
 from __future__ import annotations
@@ -63,12 +64,17 @@ class EpsilonCache:
         part = self.file.with_name(f".{self.file.name}.{os.getpid()}")
         with suppress(OSError):
             self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            part.touch(mode=0o600)
             part.write_text(json.dumps(newest))
             os.replace(part, self.file)
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
+        status = file.stat()
+        foreign = hasattr(os, "getuid") and status.st_uid != os.getuid()
+        if foreign or status.st_mode & 0o022:
+            return {}
         entries = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
