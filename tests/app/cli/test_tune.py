@@ -27,13 +27,13 @@ from dpkfc.accounting.ledger import read
 from dpkfc.app.cli import tune as cli_tune
 from dpkfc.app.cli.main import app
 from dpkfc.app.readers.sources import Loaded
-from dpkfc.app.workflow import release
-from dpkfc.app.workflow import tune as tuning_runs
+from dpkfc.app.workflow import release, tuning_job
 from dpkfc.app.workflow.predict import restore
 from dpkfc.app.workflow.run_folder import locked
 from dpkfc.app.workflow.search_space import Interval
 from dpkfc.app.workflow.settings import Settings
-from dpkfc.app.workflow.tune import hold_out
+from dpkfc.app.workflow.tune_privately import priced_recipe
+from dpkfc.app.workflow.tuning_job import hold_out
 
 pytest.importorskip("optuna")
 
@@ -80,15 +80,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The noise length of each try. There are 3 tries, with the score 30 - |noise length - 2|."""
     found: list[float] = []
-    run = tuning_runs.TuningJob.run
+    run = tuning_job.TuningJob.run
 
-    def spied(self: tuning_runs.TuningJob, recipe: Any, number: int) -> Any:
+    def spied(self: tuning_job.TuningJob, recipe: Any, number: int) -> Any:
         found.append(recipe.noise_length)
         return run(self, recipe, number)
 
-    monkeypatch.setattr(tuning_runs.TuningJob, "run", spied)
+    monkeypatch.setattr(tuning_job.TuningJob, "run", spied)
     monkeypatch.setattr(
-        tuning_runs.TuningJob, "count_correct", lambda self, run: 30 - abs(found[-1] - 2)
+        tuning_job.TuningJob, "count_correct", lambda self, run: 30 - abs(found[-1] - 2)
     )
     monkeypatch.setattr(dpkfc.tuning.BestOf, "draw", lambda self, generator: 3)
     return found
@@ -185,16 +185,16 @@ def test_the_released_weights_are_those_of_the_best_try(
     tried: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: dict[float, dict[str, torch.Tensor]] = {}
-    run_ = tuning_runs.TuningJob.run
+    run_ = tuning_job.TuningJob.run
 
-    def keeping(self: tuning_runs.TuningJob, recipe: Any, number: int) -> Any:
+    def keeping(self: tuning_job.TuningJob, recipe: Any, number: int) -> Any:
         private = run_(self, recipe, number)
         kept[tried[-1]] = {
             name: value.clone() for name, value in private.model.state_dict().items()
         }
         return private
 
-    monkeypatch.setattr(tuning_runs.TuningJob, "run", keeping)
+    monkeypatch.setattr(tuning_job.TuningJob, "run", keeping)
     assert run(*PRIVATE).exit_code == 0
     best = min(tried, key=lambda rho: abs(rho - 2))
     model = restore(Path("run"), some(20)).model
@@ -231,8 +231,8 @@ def test_the_learning_rate_is_that_of_the_noise_which_there_is() -> None:
     """ρ = lr · clip · rmse · √(parameters / units), with momentum .9, computed independently."""
     settings = Settings(epsilon=3.0, delta=1e-3, epochs=3, batch_size=100, noise="independent")
     held_out = hold_out(some(100), "public.npz", lambda path: some(20))
-    work = tuning_runs.prepare(held_out, settings, {"rho": Interval(1, 4)}, Console(quiet=True))
-    found, plan = tuning_runs.priced_recipe(work, dpkfc.tuning.BestOf(2))
+    work = tuning_job.prepare(held_out, settings, {"rho": Interval(1, 4)}, Console(quiet=True))
+    found, plan = priced_recipe(work, dpkfc.tuning.BestOf(2))
     ways = [
         sum(sum(0.9**k for k in range(j)) ** 2 for j in range(1, t + 1))
         for t in range(1, plan.steps + 1)
@@ -257,16 +257,16 @@ def _single(plan: dpkfc.Plan) -> dict[str, Any]:
 def test_an_interrupted_tuning_goes_on_and_pays_once(
     tried: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spied = tuning_runs.TuningJob.run
+    spied = tuning_job.TuningJob.run
 
-    def interrupted(self: tuning_runs.TuningJob, recipe: Any, number: int) -> Any:
+    def interrupted(self: tuning_job.TuningJob, recipe: Any, number: int) -> Any:
         if len(tried) == 2:
             raise KeyboardInterrupt
         return spied(self, recipe, number)
 
     command = (*PRIVATE, "--ledger", "privacy.db")
     with monkeypatch.context() as patch:
-        patch.setattr(tuning_runs.TuningJob, "run", interrupted)
+        patch.setattr(tuning_job.TuningJob, "run", interrupted)
         stopped = run(*command)
     assert (
         stopped.exit_code == 130
@@ -345,7 +345,7 @@ def test_one_record_less_moves_no_other() -> None:
     assert not parts.public and len(parts.loaded.train) + len(parts.validation) == 200
     assert 25 <= len(parts.validation) <= 75  # 50 expected, six standard deviations
 
-    def members(found: tuning_runs.HeldOut) -> Counter[tuple[Any, ...]]:
+    def members(found: tuning_job.HeldOut) -> Counter[tuple[Any, ...]]:
         parts = {"train": found.loaded.train, "validation": found.validation}
         return Counter((name, *x.tolist(), int(y)) for name, part in parts.items() for x, y in part)
 

@@ -15,6 +15,7 @@ from dpkfc.app.cli import options
 if TYPE_CHECKING:
     from dpkfc.app.workflow.search_space import Interval
     from dpkfc.app.workflow.settings import Settings
+    from dpkfc.app.workflow.tuning_job import TuningJob
 
 DEFAULT_RHO = "0.5,8"
 TUNING = "Tuning"
@@ -129,9 +130,11 @@ def tune(
     """
     if find_spec("optuna") is None:
         raise ImportError("tuning needs Optuna, which is not installed: pip install 'dpkfc[tune]'")
-    from dpkfc.app.workflow import tune as tuning
     from dpkfc.app.workflow.run_folder import locked
     from dpkfc.app.workflow.settings import Settings, check_settings, parse_budget
+    from dpkfc.app.workflow.tune_privately import tune_privately
+    from dpkfc.app.workflow.tune_publicly import tune_publicly
+    from dpkfc.app.workflow.tuning_job import check_tries, hold_out, prepare
 
     console = Console()
     name = options.run_name(source)
@@ -162,7 +165,7 @@ def tune(
         device=device,
     )
     check_settings(settings)
-    tries = tuning.check_tries(tries, public)
+    tries = check_tries(tries, public)
     arguments = options.load_arguments(
         target=target,
         text=text,
@@ -181,12 +184,12 @@ def tune(
     with locked(out):
         loaded = options.load_source(source, arguments, console)
         options.show_remarks(loaded, None if public else seed, console)
-        held_out = tuning.hold_out(
+        held_out = hold_out(
             loaded,
             validation,
             lambda path: options.load_source(path, {**arguments, "test": 0}, console),
         )
-        work = tuning.prepare(held_out, settings, space, console)
+        job = prepare(held_out, settings, space, console)
         requested = {
             "public": public,
             "space": {name: str(interval) for name, interval in space.items()},
@@ -194,12 +197,12 @@ def tune(
             "score_noise": score_noise,
             **({} if public else {"tries": tries}),
         }
-        config = _config(settings, requested, work)
+        config = _config(settings, requested, job)
         try:
             if public:
-                tuning.tune_publicly(work, int(tries), config, out, console)
+                tune_publicly(job, int(tries), config, out, console)
             else:
-                tuning.tune_privately(work, tries, score_noise, config, out, console)
+                tune_privately(job, tries, score_noise, config, out, console)
         except KeyboardInterrupt:
             console.print(
                 f"stopped; everything is in {out}. The same command resumes the tuning.",
@@ -208,15 +211,15 @@ def tune(
             raise typer.Exit(130) from None
 
 
-def _config(settings: Settings, requested: dict[str, Any], work: Any) -> dict[str, Any]:
+def _config(settings: Settings, requested: dict[str, Any], job: TuningJob) -> dict[str, Any]:
     """config.json of the tuning."""
     return {
-        "settings": {**asdict(settings), "model": work.built.name},
+        "settings": {**asdict(settings), "model": job.built.name},
         "tuning": requested,
-        "code": work.built.code,
-        "source": dict(work.loaded.source),
-        "shape": list(work.loaded.shape),
-        "classes": list(work.loaded.names),
+        "code": job.built.code,
+        "source": dict(job.loaded.source),
+        "shape": list(job.loaded.shape),
+        "classes": list(job.loaded.names),
     }
 
 
