@@ -17,6 +17,7 @@ keeps its memory. The median over pairs is reported, with a 95 % interval.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -110,7 +111,10 @@ def interval(values: list[float]) -> tuple[float, float]:
     (6.0, 16.0)
     """
     ordered = sorted(values)
-    cut = max(0, int(len(ordered) / 2 - 0.98 * len(ordered) ** 0.5))
+    count = len(ordered)
+    cut = 0
+    while sum(math.comb(count, k) for k in range(cut + 2)) <= 0.025 * 2**count:
+        cut += 1
     return ordered[cut], ordered[-1 - cut]
 
 
