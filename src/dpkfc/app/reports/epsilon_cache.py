@@ -4,9 +4,9 @@ Loading the accountant takes about a second, and composing the steps of a run ab
 cached value takes neither. It is used only for the same mechanisms, delta and code: the versions of
 dp-accounting, SciPy and NumPy, and the files of dpkfc's accounting.
 
-The file belongs to the person who reads the ledger: one that others own or may write is ignored. A
-value in it that was changed by hand changes only what that person sees; budgets are always checked by
-computation.
+The file belongs to the person who reads the ledger: one that others own or may write is ignored.
+A value in it that was changed by hand changes only what that person sees; budgets are always
+checked by computation.
 """
 
 from __future__ import annotations
