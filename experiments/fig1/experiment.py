@@ -25,7 +25,7 @@ from dpkfc.app.readers.cifar import SIDE, cifar10
 from dpkfc.app.reports.figures import finish, new_figure
 from dpkfc.app.reports.text import markdown_table
 from dpkfc.app.workflow.evaluation import accuracy
-from dpkfc.diagnostics.passes import Examples, watched
+from dpkfc.diagnostics.passes import Examples, captured_copy
 from dpkfc.diagnostics.step import Step, step_of
 from dpkfc.geometry.base import Geometry
 from dpkfc.planning.plan import Plan
@@ -184,7 +184,7 @@ def measure(
         examples = Examples(private, "cross_entropy", count=setting.images, seed=seed)
         ratios = {}
         for name in setting.geometries:
-            with watched(model) as (copied, capture):
+            with captured_copy(model) as (copied, capture):
                 step = step_of(copied, capture, examples, geometries[name], setting.clip)
             ratios[name] = {
                 names[layer]: float(f"{signal_to_noise(step, layer, plan):.4g}")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpkfc.diagnostics.passes import AnyLoss, Examples, Reduction, watched
+from dpkfc.diagnostics.passes import AnyLoss, Examples, Reduction, captured_copy
 from dpkfc.diagnostics.result import DiagnosticResult, empty_table, privacy_statement
 from dpkfc.diagnostics.step import Clip, Step, beside_dp_sgd, step_of
 from dpkfc.geometry.base import Geometry
@@ -104,7 +104,7 @@ def clip_effect(
     """
     examples = Examples(source, loss, loss_reduction, probes, seed)
     compared = beside_dp_sgd(geometry)
-    with watched(model, vmap_modules) as (copied, capture):
+    with captured_copy(model, vmap_modules) as (copied, capture):
         steps = {
             name: step_of(copied, capture, examples, one, clip) for name, one in compared.items()
         }

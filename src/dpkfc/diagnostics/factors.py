@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from dpkfc.diagnostics.passes import layers_of, watched
+from dpkfc.diagnostics.passes import captured_copy, layer_names
 from dpkfc.diagnostics.result import is_probe
 from dpkfc.geometry.factors import Spectrum
 from dpkfc.geometry.kfc import KFC
@@ -61,11 +61,11 @@ def kronecker_factors(
         loss=loss,
         seed=seed,
     )
-    with watched(model, vmap_modules) as (copied, capture):
+    with captured_copy(model, vmap_modules) as (copied, capture):
         geometry.prepare(copied, capture)
         geometry.refresh(copied, capture, 0)
         parameters = dict(copied.named_parameters())
-        layers = layers_of(capture.hooked_modules)
+        layers = layer_names(capture.hooked_modules)
     factors = {
         layers[parameters[names[0]]]: (a, g)
         for names, (a, g) in geometry.spectra.items()

@@ -50,7 +50,7 @@ def copy_of(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def watched(
+def captured_copy(
     model: nn.Module, vmap_modules: Iterable[str] = ()
 ) -> Iterator[tuple[nn.Module, GradientCapture]]:
     """A copy of the model with its gradients captured; the global generators are restored."""
@@ -60,7 +60,7 @@ def watched(
         yield copied, GradientCapture(copied, vmap_modules)
 
 
-def layers_of(hooked_modules: Iterable[HookedModule]) -> dict[nn.Parameter, str]:
+def layer_names(hooked_modules: Iterable[HookedModule]) -> dict[nn.Parameter, str]:
     """The layer of each parameter; a parameter that a container owns itself has its own name."""
     names: dict[nn.Parameter, str] = {}
     for hooked in hooked_modules:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from dpkfc.diagnostics.passes import AnyLoss, Examples, Reduction, watched
+from dpkfc.diagnostics.passes import AnyLoss, Examples, Reduction, captured_copy
 from dpkfc.diagnostics.result import DiagnosticResult, empty_table, privacy_statement
 from dpkfc.diagnostics.step import Clip, Step, beside_dp_sgd, step_of
 from dpkfc.geometry.base import Geometry
@@ -124,7 +124,7 @@ def layer_snr(
     batch_size = check_integer("batch_size", batch_size, 1)
     examples = Examples(source, loss, loss_reduction, probes, seed)
     compared = beside_dp_sgd(geometry)
-    with watched(model, vmap_modules) as (copied, capture):
+    with captured_copy(model, vmap_modules) as (copied, capture):
         steps = {
             name: step_of(copied, capture, examples, one, clip) for name, one in compared.items()
         }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpkfc.clipping import AutomaticClipping
-from dpkfc.diagnostics.passes import Examples, layers_of
+from dpkfc.diagnostics.passes import Examples, layer_names
 from dpkfc.engine.step import clip_and_sum, preconditioned_sum
 from dpkfc.geometry.base import Geometry
 from dpkfc.geometry.identity import Identity
@@ -83,7 +83,7 @@ def step_of(
         norm, gamma = _median_norm(model, capture, examples, preconditioner_of), None
     else:
         norm, gamma = read_clip(clip)
-    all_layers = layers_of(capture.hooked_modules)
+    all_layers = layer_names(capture.hooked_modules)
     layers = {p: layer for p, layer in all_layers.items() if p.requires_grad}
     plain = {p: torch.zeros_like(p).flatten() for p in layers}
     clipped = {p: torch.zeros_like(p).flatten() for p in layers}

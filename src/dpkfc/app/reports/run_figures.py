@@ -11,7 +11,7 @@ from torch import nn
 
 from dpkfc.app.reports.page import Picture
 from dpkfc.diagnostics import clip_effect, layer_snr
-from dpkfc.diagnostics.passes import watched
+from dpkfc.diagnostics.passes import captured_copy
 from dpkfc.diagnostics.result import is_public
 from dpkfc.geometry.base import Geometry
 from dpkfc.geometry.kfc import KFC
@@ -50,7 +50,7 @@ def draw_figures(
     if isinstance(geometry, KFC):
         # A shallow copy is enough: a refresh replaces attributes and changes none in place.
         fresh = copy.copy(geometry)
-        with watched(model) as (copied, capture):
+        with captured_copy(model) as (copied, capture):
             fresh.prepare(copied, capture)
             fresh.refresh(copied, capture, plan.steps)
         fresh.describe().plot(folder / "geometry.png")
