@@ -14,7 +14,8 @@ from torch.utils.data import default_collate
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.accounting.unchecked import Unchecked
 from dpkfc.clipping import AutomaticClipping
-from dpkfc.engine.checks import ROWS, check_collate, check_loss, check_model, check_optimizer
+from dpkfc.engine.check_collate import check_collate
+from dpkfc.engine.checks import ROWS, check_loss, check_model, check_optimizer
 from dpkfc.engine.guards import single_process
 from dpkfc.engine.loader import Source, read_source
 from dpkfc.engine.options import Options
