@@ -35,7 +35,7 @@ def test_it_is_the_source_transformed() -> None:
     )
 
 
-def test_run_records_stay_run_through_a_transform() -> None:
+def test_private_records_stay_private_through_a_transform() -> None:
     with pytest.warns(UserWarning, match="PRIVATE"):
         oracle = Oracle(torch.randn(10, 1, 4, 4))
     assert TransformedProbe(PINK, features).public and not TransformedProbe(oracle, features).public
