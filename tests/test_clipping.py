@@ -151,7 +151,7 @@ def test_a_clip_from_probes_does_not_see_the_data_and_survives_a_resume(tmp_path
 
 
 def test_a_clip_from_probes_needs_probes() -> None:
-    with pytest.raises(dpkfc.PrivacyError, match="this one has none"):
+    with pytest.raises(ValueError, match="this one has none"):
         auto_run(perceptron(0), None)
 
 

@@ -175,9 +175,9 @@ def test_shown_as_table_plot_and_json(tmp_path: Path) -> None:
 def test_refused() -> None:
     with pytest.raises(ValueError, match="matrix='fisher'"):
         hessian_density(network(), batch(), loss=loss, matrix="fisher")  # type: ignore[arg-type]
-    with pytest.raises(dpkfc.PrivacyError, match="steps=0"):
+    with pytest.raises(ValueError, match="steps=0"):
         hessian_density(network(), batch(), loss=loss, steps=0)
-    with pytest.raises(dpkfc.PrivacyError, match="vectors=1.5"):
+    with pytest.raises(TypeError, match="vectors=1.5"):
         hessian_density(network(), batch(), loss=loss, vectors=1.5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="is for probes"):
         hessian_density(network(), batch())

@@ -228,7 +228,7 @@ def test_the_map_after_the_noise_counts_in_memory() -> None:
 
 
 def test_before_the_first_batch_there_is_nothing_to_describe() -> None:
-    with pytest.raises(dpkfc.PrivacyError, match="first batch is drawn.*private.loader"):
+    with pytest.raises(RuntimeError, match="first batch is drawn.*run.loader"):
         dpkfc.KFC(Fixed(images())).describe()
 
 

@@ -217,7 +217,7 @@ def test_accumulating_passes_over_different_records_is_refused_before_anything_i
     settings = {"max_physical_batch_size": 2, "batch_size": 30, "loss": "unchecked"}
     model, _, run = run_with(MAKERS["sgd"], 0.7, None, **settings)
     batches = iter(run.loader)
-    with run.joined():
+    with run.accumulate_per_sample():
         for _ in range(2):
             x, y = next(batches)
             F.cross_entropy(model(x), y).backward()

@@ -165,7 +165,7 @@ def test_few_records(records: int) -> None:
         ({"records": 2.5}, TypeError, "records"),
         ({"noise_length": 0.0}, ValueError, "noise_length"),
         ({"noise_length": float("nan")}, ValueError, "noise_length"),
-        ({"epsilon": -1.0}, dpkfc.PrivacyError, "epsilon"),
+        ({"epsilon": -1.0}, ValueError, "epsilon"),
         ({"epochs": 0.0}, ValueError, "epochs"),
         ({"batch_size": 5000}, ValueError, "exceeds the 100 records"),
         ({"probe": dpkfc.probes.Tabular(40), "geometry": dpkfc.Identity()}, ValueError, "not both"),

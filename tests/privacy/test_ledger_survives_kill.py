@@ -34,10 +34,13 @@ import os, sys, time
 from dpkfc.accounting.ledger import Ledger, Mechanism
 
 def live(path, order, nap):
-    visible = os.open(path + ".released", os.O_WRONLY | os.O_APPEND | os.O_CREAT) ledger =
-    Ledger(path, "people") step = ledger.open_run("run", Mechanism(.1, 1., 10**9)) acts = {"charge":
-    lambda: ledger.charge("run", step), "release": lambda: os.write(visible, b"%d\\n" % step)}
-    first, second = (acts[name] for name in order.split("-")) while True:
+    visible = os.open(path + ".released", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    ledger = Ledger(path, "people")
+    step = ledger.open_run("run", Mechanism(.1, 1., 10**9))
+    acts = {"charge": lambda: ledger.charge("run", step),
+            "release": lambda: os.write(visible, b"%d\\n" % step)}
+    first, second = (acts[name] for name in order.split("-"))
+    while True:
         step += 1
         first()
         if nap:

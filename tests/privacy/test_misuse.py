@@ -128,7 +128,7 @@ def test_a_load_that_fails_leaves_the_count_of_steps(tmp_path: Path) -> None:
     train(private, 3)
     spent = private.epsilon()
     private.model.register_buffer("new", torch.zeros(1))
-    with pytest.raises(RuntimeError, match="new"):
+    with pytest.raises(ValueError, match="missing new"):
         private.load(tmp_path / "early")
     assert (private.charged, private.epsilon()) == (8, spent)
 
@@ -141,7 +141,7 @@ def test_a_load_that_fails_counts_the_steps_of_the_weights_that_it_brought(tmp_p
     groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.2}]
     before = model.weight.detach().clone()
     fresh = dpkfc.make_private(model, torch.optim.SGD(groups, lr=0.1), records(), **RUN)
-    with pytest.raises(dpkfc.PrivacyError, match="parameter groups"):
+    with pytest.raises(ValueError, match="parameter groups"):
         fresh.load(tmp_path / "checkpoint")
     assert torch.equal(model.weight, before) and fresh.epsilon() == 0, (
         "it was seen before anything was changed"

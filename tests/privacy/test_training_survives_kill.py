@@ -33,12 +33,15 @@ torch.set_num_threads(1)
 data = torch.utils.data.TensorDataset(torch.randn(40, 3), torch.randint(2, (40,)))
 
 def train(number, ledger, steps, told=None):
-    model = torch.nn.Linear(3, 2) optimizer = torch.optim.SGD(model.parameters(), lr=0.1) ledger =
-    dpkfc.Ledger(f"{folder}/{ledger}", dataset="people") private = dpkfc.make_private(model,
-    optimizer, data, noise_multiplier=1.0, delta=1e-3, steps=steps, batch_size=8,
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ledger = dpkfc.Ledger(f"{folder}/{ledger}", dataset="people")
+    private = dpkfc.make_private(model, optimizer, data, noise_multiplier=1.0,
+                                 delta=1e-3, steps=steps, batch_size=8,
                                  ledger=ledger, seed=number, loss=dpkfc.losses.cross_entropy)
-    released = os.open(f"{folder}/released-{private.state_dict()['run']}", os.O_WRONLY | os.O_CREAT
-    | os.O_APPEND) for x, y in private.loader:
+    released = os.open(f"{folder}/released-{private.state_dict()['run']}",
+                       os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for x, y in private.loader:
         torch.nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
         os.write(released, b"." * (private.steps - os.fstat(released).st_size))
@@ -104,11 +107,13 @@ from dpkfc.app.workflow.fit import fit
 from dpkfc.app.workflow.settings import Settings
 from dpkfc.app.readers.sources import Loaded
 
-folder, where = Path(sys.argv[1]), sys.argv[2] torch.set_num_threads(1) y = torch.arange(60) % 2
-data = torch.utils.data.TensorDataset(torch.rand(60, 4, generator=torch.Generator().manual_seed(0))
-+ y.view(-1, 1), y) loaded = Loaded(data, data, "tabular", (4,), 2, ("no", "yes"), (),
-dpkfc.probes.Tabular(4)) settings = Settings(epsilon=3.0, delta=1e-3, epochs=4, batch_size=10,
-noise="independent",
+folder, where = Path(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+y = torch.arange(60) % 2
+x = torch.rand(60, 4, generator=torch.Generator().manual_seed(0)) + y.view(-1, 1)
+data = torch.utils.data.TensorDataset(x, y)
+loaded = Loaded(data, data, "tabular", (4,), 2, ("no", "yes"), (), dpkfc.probes.Tabular(4))
+settings = Settings(epsilon=3.0, delta=1e-3, epochs=4, batch_size=10, noise="independent",
                     ledger=str(folder / "ledger.db"), dataset="people")
 
 def kill(*arguments):

@@ -252,8 +252,10 @@ def mortal(function):
     return act
 
 def train(trial):
-    os.write(visible, b"t") model = torch.nn.Linear(1, 1, bias=False) private =
-    dpkfc.make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), data, **settings,
+    os.write(visible, b"t")
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = dpkfc.make_private(model, optimizer, data, **settings,
                                  options=dpkfc.Options(best_of=plan.best_of),
                                  loss=lambda model, batch: model(batch[0]).mean())
     for (x,) in private.loader:
@@ -262,23 +264,27 @@ def train(trial):
         private.optimizer.zero_grad()
     return private, -trial.number
 
-dpkfc.tuning.BestOf.draw = lambda self, generator: 2 visible = os.open(f"{folder}/warm-up",
-os.O_WRONLY | os.O_CREAT) dpkfc.tune_privately(train, plan=plan, storage=f"{folder}/tuning.db",
-name="warm-up")  # imports what is imported late for owner, name in ((dpkfc.Ledger, "open_run"),
-(dpkfc.Ledger, "charge"), (optuna.Study, "set_user_attr"),
+dpkfc.tuning.BestOf.draw = lambda self, generator: 2
+visible = os.open(f"{folder}/warm-up", os.O_WRONLY | os.O_CREAT)
+# imports what is imported late
+dpkfc.tune_privately(train, plan=plan, storage=f"{folder}/tuning.db", name="warm-up")
+for owner, name in ((dpkfc.Ledger, "open_run"), (dpkfc.Ledger, "charge"),
+                    (optuna.Study, "set_user_attr"),
                     (optuna.Study, "tell"), (search, "_write")):
     setattr(owner, name, mortal(getattr(owner, name)))
 
-for number in (3, 4, 6, 8, 10, 12):  # before and after the charge; the draw; training, weights and
-    score of a try seen = [] for life in (number, -1):
+# before and after the charge; the draw; training, weights and score of a try
+for number in (3, 4, 6, 8, 10, 12):
+    seen = []
+    for life in (number, -1):
         visible = os.open(f"{folder}/{number}.{life}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         child = os.fork()
         if not child:
             try:
-                moments_left, name = life, f"tuning {number}" ledger =
-                dpkfc.Ledger(f"{folder}/{number}.ledger", dataset="people")
+                moments_left, name = life, f"tuning {number}"
+                ledger = dpkfc.Ledger(f"{folder}/{number}.ledger", dataset="people")
                 dpkfc.tune_privately(mortal(train), plan=plan, storage=f"{folder}/tuning.db",
-                name=name, ledger=ledger,
+                                     name=name, ledger=ledger,
                                      run_id="tuning")
                 os.write(visible, b"r")
             except dpkfc.PrivacyError as error:
