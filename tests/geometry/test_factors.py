@@ -217,11 +217,10 @@ def test_whitened_probe_gradients_have_covariance_close_to_the_identity() -> Non
     """Appendix B. Where a and δ are independent, ``Cov(U g) = (U_A A U_A) ⊗ (U_G G U_G)``.
 
     Each factor of that has eigenvalues ``λ/(λ+μ)``, so on the probes themselves it is within
-    ``μ/(λ_min+μ)`` of I
-    (exactly). Fresh gradients deviate from it by sampling: for D-dimensional gradients and n of
-        them the spectral norm of the difference is about ``κ sqrt(D/n)``, κ a small constant for
-        products of Gaussians (their fourth
-    moments are nine times, not three times, the square of the second): 6 sqrt(D/n) is allowed.
+    ``μ/(λ_min+μ)`` of I (exactly). Fresh gradients deviate from it by sampling: for D-dimensional
+    gradients and n of them the spectral norm of the difference is about ``κ sqrt(D/n)``, κ a small
+    constant for products of Gaussians (their fourth moments are nine times, not three times, the
+    square of the second): 6 sqrt(D/n) is allowed.
     """
     torch.manual_seed(0)
     inputs, outputs, damping = 6, 4, 0.02

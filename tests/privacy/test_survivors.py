@@ -181,10 +181,9 @@ OPTIMIZERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weights_are_a_function_of_the_released_gradients_alone(name: str) -> None:
-    """Kills: run.py `_release` keeping sums before the noise, `p.clean = ...`, and in
-    optim/adambc.py `step` or `_step`
-    (mean, square) or in optim/disk.py `step` (from the first step or later) the use of `p.clean`
-    for `p.grad`.
+    """Kills: step.py `release` keeping sums before the noise, `p.clean = ...`, and in
+    optim/adambc.py `step` or `_step` (mean, square) or in optim/disk.py `step` (from the first step
+    or later) the use of `p.clean` for `p.grad`.
 
     The released gradients of a real run are replayed into a fresh optimizer that has never met a
     run.
@@ -251,9 +250,9 @@ def clipped_sum(model: nn.Module, batch: Any, clip: float) -> list[Tensor]:
 def test_parameters_unfrozen_later_are_in_the_norm_and_get_noise(
     late: str, noise_multiplier: float
 ) -> None:
-    """Kills: run.py `_release` with `self._layout` for `trainable`, or noise for the names in
+    """Kills: step.py `release` with `self._layout` for `trainable`, or noise for the names in
     `self._layout` only;
-    capture/tape.py `drain` with the norms of slots that were trainable at first only.
+    per_sample/capture.py `take` with the norms of keys that were trainable at first only.
 
     What is released less the clipped sum, computed by other means, is noise of the planned
     deviation everywhere. With little noise, a record that is longer than the clip would stand out
@@ -408,10 +407,9 @@ def test_no_earlier_noise_follows_from_a_checkpoint(
     name: str, resumed: bool, tmp_path: Path
 ) -> None:
     """Kills: run.py `state_dict` with the first or the previous key, or half of the key of the last
-    noise, as text, a
-    number or a tensor; run.py `_before_step` that advances the key only at the next step;
-    noise/stream.py `_Buffers.state_dict` with keys; checkpoint.py `save` writing an older state as
-    well.
+    noise, as text, a number or a tensor; run.py `_before_step` that advances the key only at the
+    next step; noise/stream.py `_Buffers.state_dict` with keys; checkpoint.py `save` writing an
+    older state as well.
     """
     private = begin(network(), noise=STREAMS[name], batch_size=5, steps=12, seed=None)
     past: list[bytes] = []
@@ -494,9 +492,8 @@ def key_of(**changed: Any) -> str:
 def test_the_first_key_depends_on_each_of_32_bytes_of_the_operating_system(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Kills: noise/rng.py `first_key` from `random`; from `os.urandom(2)`, hashed; from 2 of 32
-    bytes, hashed; from 16
-    bytes, twice; run.py `__init__` with `first_key(seed or 0)`.
+    """Kills: random.py `first_key` from `random`; from `os.urandom(2)`, hashed; from 2 of 32
+    bytes, hashed; from 16 bytes, twice; run.py `__init__` with `first_key(seed or 0)`.
     """
     asked: list[int] = []
     flipped = -1
@@ -519,7 +516,7 @@ def test_the_first_key_depends_on_each_of_32_bytes_of_the_operating_system(
 
 
 def test_unseeded_runs_do_not_depend_on_the_global_generators() -> None:
-    """Kills: noise/rng.py `first_key` from `random`, `numpy` or `torch`, as they are or hashed."""
+    """Kills: random.py `first_key` from `random`, `numpy` or `torch`, as they are or hashed."""
     keys = []
     for _ in range(3):
         random.seed(1)
@@ -544,9 +541,8 @@ class Silent(nn.Module):
 
 
 def test_the_noise_scale_has_the_rounding_margin() -> None:
-    """Kills: plan.py `noise_scale` without `(1 + MARGIN)`, or with `1 - MARGIN`; run.py `_release`
-    with
-    `noise_multiplier * clip` for `noise_scale`.
+    """Kills: plan.py `noise_scale` without `(1 + MARGIN)`, or with `1 - MARGIN`; step.py `release`
+    with `noise_multiplier * clip` for `noise_scale`.
 
     The released noise regressed on the stream's own million normals: the slope is known to a few
     parts in a million, also if the noise was rounded to a grid.
@@ -603,13 +599,12 @@ class Driven:
 def test_the_tail_of_the_noise_is_not_cut(
     word: int, tail: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kills: noise/rng.py `_lane_of_normals` without `_refine_tail_`, or with radii or normals
-    clamped at 5.8, 6.5 or
-    7.5; `_refine_tail_` that adds no fraction; run.py `_release` or `add_lanes_` that clamps the
-    noise.
+    """Kills: random.py `_lane_of_normals` without `_refine_tail_`, or with radii or normals
+    clamped at 5.8, 6.5 or 7.5; `_refine_tail_` that adds no fraction; step.py `release` or
+    `add_lanes_` that clamps the noise.
 
     All words of the cipher are the same small number: radii and angles follow by Box and Muller's
-        formula.
+    formula.
     """
     monkeypatch.setattr(Driven, "word", word)
     monkeypatch.setattr(Driven, "tail", tail)
@@ -710,8 +705,7 @@ def accounted(
 
 def test_the_accountant_is_given_the_rate_within_a_group(tmp_path: Path) -> None:
     """Kills: plan.py `mechanism` with `sampling_rate` for `rate_in_turn`, or with `groups=1`;
-    `rate_in_turn` without
-    `groups`; run.py giving the ledger another mechanism.
+    `rate_in_turn` without `groups`; run.py giving the ledger another mechanism.
 
     The rate is measured on the batches of the loop, and epsilon is dp-accounting's own for it.
     """
@@ -808,10 +802,9 @@ def released_by(
 def test_a_record_with_nan_backprops_into_an_embedding_contributes_zero(
     how: str, bad: list[int], tied: bool
 ) -> None:
-    """Kills: capture/embedding.py `RowSparseGrad.masked` that returns `self`, or multiplies by 0;
-    `TiedEmbeddingGrad.masked` that masks
-    the head or the rows only; run.py `_clip_and_sum` that masks no forms; clipping.py
-    `clip_weights` without `finite`.
+    """Kills: per_sample/rows.py `RowSparseGrad.masked` that returns `self`, or multiplies by 0;
+    `TiedEmbeddingGrad.masked` that masks the head or the rows only; run.py `_clip_and_sum` that
+    masks no forms; clipping.py `clip_weights` without `finite`.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(12, (6, 4), generator=generator)
@@ -842,8 +835,8 @@ def test_the_epsilon_of_a_result_is_that_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kills: training.py `fit` or `release` with an epsilon that is 1 % too low, or that of fewer
-    steps; the same in
-    `_loop`, which writes metrics.jsonl; run.py `epsilon`, plan.py `epsilon` scaled by 0.99.
+    steps; the same in `_loop`, which writes metrics.jsonl; run.py `epsilon`, plan.py `epsilon`
+    scaled by 0.99.
     """
     monkeypatch.setattr(release, "draw_figures", lambda *arguments: None)
     records, batch_size, epochs, delta = 60, 20, 2, 1e-3

@@ -1,5 +1,4 @@
-"""Check that the collate function builds every row from one record and computes no batch statistic.
-"""
+"""Check that the collate function makes each row from one record, and no batch statistic."""
 
 from __future__ import annotations
 

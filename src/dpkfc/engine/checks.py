@@ -1,12 +1,11 @@
 """Checks before the first step: what would break the guarantee is found before any budget is spent.
 
 `check_model` and `check_optimizer` inspect. `check_isolation` and `check_loss` try: a record's
-    gradient must be the same among other records and among copies of itself. This finds batch
-    normalisation under any name, losses that compare or rank the records of a batch, denominators
-    that count the tokens of the whole batch, signs and thresholds that depend on the batch, and
-    tensors whose first dimension is not the
-batch. A trial reads a few private records, and its error message contains statistics of them: do
-    not publish it.
+gradient must be the same among other records and among copies of itself. This finds batch
+normalisation under any name, losses that compare or rank the records of a batch, denominators that
+count the tokens of the whole batch, signs and thresholds that depend on the batch, and tensors
+whose first dimension is not the batch. A trial reads a few private records, and its error message
+contains statistics of them: do not publish it.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def claim(folder: Path, checkpoint_id: str, exists: Callable[[], bool]) -> bool 
     Returns:
         True if this is the first time, False if it was continued before or the record cannot be
         written, None if the checkpoint does not exist any more (``exists()``): it was removed,
-            moved, or replaced by a later one.
+        moved, or replaced by a later one.
     """
     if not exists():
         return None

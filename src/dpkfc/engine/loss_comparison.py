@@ -1,11 +1,10 @@
 """Check that the loop computes the loss that was declared.
 
 At the first step of a run, and at a few later ones that are chosen secretly, everything is kept
-that is
-needed to compute the declared loss once more: the batch, the random state and mode of every forward
-    pass, autocast. After the loop's backward, the declared loss is computed on the same batch in
-    the same state, and the gradients are compared record by record, before anything is released.
-    Then half of the records are exchanged, and the gradients of the others must stay as they are.
+that is needed to compute the declared loss once more: the batch, the random state and mode of every
+forward pass, autocast. After the loop's backward, the declared loss is computed on the same batch
+in the same state, and the gradients are compared record by record, before anything is released.
+Then half of the records are exchanged, and the gradients of the others must stay as they are.
 """
 
 from __future__ import annotations

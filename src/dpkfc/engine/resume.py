@@ -1,15 +1,13 @@
 """Continue a run from its state, so that no noise is used twice and no step is forgotten.
 
 **Guarantee.** If this process or the ledger knows of steps after the state (the process died after
-its
-last checkpoint, or goes back to it), their results may have been seen: they stay charged, and fresh
-    entropy is mixed into the key. The same holds where it cannot be known whether the state was
-    continued
-before: it comes from another process, without a ledger and without a seed. (A checkpoint folder can
-    tell: see `engine.lineage`.) Otherwise the run continues bit for bit.
+its last checkpoint, or goes back to it), their results may have been seen: they stay charged, and
+fresh entropy is mixed into the key. The same holds where it cannot be known whether the state was
+continued before: it comes from another process, without a ledger and without a seed. (A checkpoint
+folder can tell: see `engine.lineage`.) Otherwise the run continues bit for bit.
 
 A run that has taken steps can only go back or forward within itself: with the state of another run
-    it would take over that run's count of steps and forget its own.
+it would take over that run's count of steps and forget its own.
 """
 
 from __future__ import annotations

@@ -11,16 +11,14 @@ All functions here take what they need and return what they computed. Training c
 
 **Guarantee: any geometry can be combined with any noise.** Let x_t be the clipped, preconditioned
 sum of step t. Adding or removing a record moves x_t by a vector of norm at most R if the record was
-drawn at
-step t, and by 0 otherwise, in the coordinates of the parameters and whatever the map U_t was: U_t
-    is computed from public numbers and from what was released before step t. So (x_t) is an
-    adaptive stream with bounded participations, which is all that the matrix mechanism needs
-    (Denisov et al., 2022): releasing ``x + C⁻¹ z = C⁻¹ (C x + z)`` has the privacy of the Gaussian
-    mechanism with the sensitivity
-of C. No inverse map follows: the optimizer adds x_t + w_t to the parameters as it is, so the noise
-    in θ is ``A C⁻¹ z`` as without a geometry, and what one step added is subtracted later although
-    U has changed in between. A map *after* the noise is free too, but if it changes over time the
-    noise no longer cancels.
+drawn at step t, and by 0 otherwise, in the coordinates of the parameters and whatever the map U_t
+was: U_t is computed from public numbers and from what was released before step t. So (x_t) is an
+adaptive stream with bounded participations, which is all that the matrix mechanism needs (Denisov
+et al., 2022): releasing ``x + C⁻¹ z = C⁻¹ (C x + z)`` has the privacy of the Gaussian mechanism
+with the sensitivity of C. No inverse map follows: the optimizer adds x_t + w_t to the parameters as
+it is, so the noise in θ is ``A C⁻¹ z`` as without a geometry, and what one step added is subtracted
+later although U has changed in between. A map *after* the noise is free too, but if it changes over
+time the noise no longer cancels.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Diagonal maps: AdaDPS, and parameters that have no Kronecker form.
 
 A norm layer, an embedding or a bare parameter has no factors A_l and G_l. If its gradient were left
-as
-it is beside layers whose gradients are whitened, the noise would dominate it: all parameters share
-    one clip and one noise. `DiagonalMap` multiplies such a gradient by one number, or entry by
-    entry. `Diagonal`
-does so for the whole model: AdaDPS (Li et al., ICML 2022) with side information from public data or
-from synthetic probes.
+as it is beside layers whose gradients are whitened, the noise would dominate it: all parameters
+share one clip and one noise. `DiagonalMap` multiplies such a gradient by one number, or entry by
+entry. `Diagonal` does so for the whole model: AdaDPS (Li et al., ICML 2022) with side information
+from public data or from synthetic probes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ paper's inverse square root (Algorithm 1, lines 10 to 17). A root is stored in o
   rank, the other directions share the mean of their eigenvalues: ``c = (λ̄ + μ)^(-p/2)``.
 
 Any map that does not depend on the private records keeps the guarantee: an approximation here can
-    only cost utility.
+only cost utility.
 """
 
 from __future__ import annotations

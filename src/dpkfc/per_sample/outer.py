@@ -239,8 +239,7 @@ def outer_product_grad(
     more memory than (a, δ). Formed gradients cost T·p·q once and make the weighted sum almost free;
     Gram matrices cost T²(p+q), and T·p·q again for the sum. The map is applied first where it has
     fewer vectors to map than the gradient has rows (p) and the mapped factors need not be kept
-    beside
-    (a, δ): with one position, or with formed gradients.
+    beside (a, δ): with one position, or with formed gradients.
     """
     length, p, q = left.shape[1], left.shape[2], right.shape[2]
     grad = OuterProductGrad(left, right, bias_ones(left) if bias else None, transposed)
