@@ -137,13 +137,14 @@ class PrivateRun:
             max_physical_batch_size,
             self,
         )
-        norms = guards.batch_norms(model)
         self._capture = capture
         self._hooks = [
-            model.register_forward_pre_hook(Hook(lambda *call: guards.batch_norms_frozen(norms))),
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._run_after_step),
         ]
+        if norms := guards.batch_norms(model):
+            check = Hook(lambda *call: guards.batch_norms_frozen(norms))
+            self._hooks.append(model.register_forward_pre_hook(check))
         capture.attach(self._captured)
         if isinstance(optimizer, RunAware):
             optimizer.bind_run(self.accumulate_per_sample)

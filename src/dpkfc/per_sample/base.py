@@ -8,7 +8,7 @@ Notation: a layer with T shared positions has the inputs a_t (`activations`) and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
@@ -170,10 +170,10 @@ class LayerCall:
             from dpkfc.per_sample.dense import DenseGrad
 
             return {tuple(self.params.values()): DenseGrad([self.backprops])}
-        call = replace(self, preconditioner_of=preconditioner_of)
+        self.preconditioner_of = preconditioner_of
         return {
             tuple(self.params[name] for name in names): grad
-            for names, grad in adapter.per_sample_grads(call).items()
+            for names, grad in adapter.per_sample_grads(self).items()
         }
 
 
