@@ -151,7 +151,12 @@ def test_the_checkout_is_found_above_the_package_or_in_the_working_directory(
     assert cli_reproduce.find_checkout() is None
     (tmp_path / "experiments").mkdir()
     (tmp_path / "experiments" / "__main__.py").touch()
+    assert cli_reproduce.find_checkout() is None, "experiments of another project"
+    (tmp_path / "src" / "dpkfc").mkdir(parents=True)
+    (tmp_path / "src" / "dpkfc" / "__init__.py").touch()
     assert cli_reproduce.find_checkout() == tmp_path
-    (tmp_path / "top" / "experiments").mkdir(parents=True)
+    for folder in ("experiments", "src/dpkfc"):
+        (tmp_path / "top" / folder).mkdir(parents=True)
     (tmp_path / "top" / "experiments" / "__main__.py").touch()
+    (tmp_path / "top" / "src" / "dpkfc" / "__init__.py").touch()
     assert cli_reproduce.find_checkout() == tmp_path / "top"

@@ -97,5 +97,7 @@ def run_experiments(arguments: list[str]) -> int:
 
 def find_checkout() -> Path | None:
     """The folder above dpkfc's own files that holds the experiments, or the working directory."""
+    # a folder `experiments` of another project is not run
+    needed = "experiments/__main__.py", "src/dpkfc/__init__.py"
     places = (*Path(dpkfc.__file__).resolve().parents, Path.cwd())
-    return next((place for place in places if (place / "experiments/__main__.py").is_file()), None)
+    return next((p for p in places if all((p / name).is_file() for name in needed)), None)
