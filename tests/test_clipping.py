@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpkfc
-from dpkfc.clipping import clip_weights
+from dpkfc.engine.step import clip_factors
 
 GAMMAS = [None, 1e-4, 0.01, 3.0]
 
@@ -26,7 +26,7 @@ GAMMAS = [None, 1e-4, 0.01, 3.0]
 @settings(max_examples=60, deadline=None)
 def test_nothing_exceeds_the_clip(norms: list[float], clip: float, gamma: float | None) -> None:
     """Also with the true norm, in float64, in place of the computed one."""
-    weights, finite = clip_weights(torch.tensor(norms).square(), clip, gamma)
+    weights, finite = clip_factors(torch.tensor(norms).square(), clip, gamma)
     assert finite.all() and (weights >= 0).all()
     assert (weights.double() * torch.tensor(norms, dtype=torch.float64) <= clip * (1 + 1e-9)).all()
 
@@ -38,25 +38,25 @@ def test_a_gradient_of_many_tiny_numbers_does_not_blow_up(
 ) -> None:
     """Squares of numbers below 1e-19 underflow in float32: the norm of the result may exceed R."""
     g = torch.full((1000,), 10.0**exponent)
-    (weight,), _ = clip_weights(g.square().sum()[None], 1.0, gamma)
+    (weight,), _ = clip_factors(g.square().sum()[None], 1.0, gamma)
     assert float((weight.double() * g.double()).norm()) <= 1.0
 
 
 @pytest.mark.parametrize(("gamma", "norm"), [(1e-4, 1 / 1.01), (0.01, 0.5), (1.0, 0.01 / 1.01)])
 def test_small_gradients_are_scaled_up(gamma: float, norm: float) -> None:
-    (weight,), _ = clip_weights(torch.tensor([0.01**2]), 1.0, gamma)
+    (weight,), _ = clip_factors(torch.tensor([0.01**2]), 1.0, gamma)
     assert float(weight) * 0.01 == pytest.approx(norm, rel=1e-4)
 
 
 def test_rounding_errors_of_a_vanishing_gradient_do_not_exceed_the_clip() -> None:
     """Parts of size 100 that cancel leave a float32 error of about 1e-5, and hardly a norm."""
-    (weight,), _ = clip_weights(torch.tensor([1e-14]), 1.0, 1e-4)
+    (weight,), _ = clip_factors(torch.tensor([1e-14]), 1.0, 1e-4)
     assert float(weight) * 1e-5 <= 0.2
 
 
 @pytest.mark.parametrize("gamma", GAMMAS)
 def test_samples_with_a_norm_that_is_not_finite_have_weight_zero(gamma: float | None) -> None:
-    weights, finite = clip_weights(torch.tensor([math.nan, math.inf, -1.0, 0.0]), 1.0, gamma)
+    weights, finite = clip_factors(torch.tensor([math.nan, math.inf, -1.0, 0.0]), 1.0, gamma)
     assert finite.tolist() == [False, False, True, True]
     assert weights[:2].tolist() == [0, 0]
     assert torch.isfinite(weights).all()

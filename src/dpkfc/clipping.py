@@ -1,11 +1,11 @@
-"""Clip weights from per-sample norms."""
+"""Automatic clipping, and the limits within which clipping holds in floating point.
+
+The clip itself is `engine.step.clip_factors`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
 
 # Typical relative error of a float32 norm. Samples are clipped to R (1 - ROUNDING).
 ROUNDING = 1e-6
@@ -42,33 +42,3 @@ class AutomaticClipping:
 
     norm: float = 1.0
     gamma: float = 0.01
-
-
-def clip_weights(
-    squared_norms: Tensor, clip: float, gamma: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """Compute one weight per sample that clips its gradient to norm R = `clip`.
-
-    Args:
-        squared_norms: [batch], the squared norms ``‖g_i‖²``.
-        clip: the clip norm R.
-        gamma: γ of automatic clipping; None clips plainly.
-
-    Returns:
-        weights: ``min(1, R (1 - ROUNDING) / ‖g_i‖)``, or ``R (1 - ROUNDING) / (‖g_i‖ + γ)``.
-        finite: True for samples whose norm is finite.
-
-    **Guarantee.** ``‖weight_i g_i‖ ≤ R`` up to `MARGIN`. A sample whose norm is NaN or infinite has
-    weight exactly 0. The caller must also drop its vectors, since 0 · NaN is NaN.
-
-    >>> weights, finite = clip_weights(torch.tensor([0.25, 16.0, float("inf")]), clip=1.0)
-    >>> [round(weight, 3) for weight in weights.tolist()], finite.tolist()
-    ([1.0, 0.25, 0.0], [True, True, False])
-    """
-    norms = squared_norms.clamp(min=0).sqrt()
-    finite = torch.isfinite(squared_norms)
-    if gamma is None:
-        weights = (clip * (1 - ROUNDING) / norms).clamp(max=1.0)
-    else:
-        weights = clip * (1 - ROUNDING) / (norms + gamma)
-    return torch.where(finite, weights, torch.zeros_like(weights)), finite

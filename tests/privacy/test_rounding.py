@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dpkfc
-from dpkfc.clipping import clip_weights
+from dpkfc.engine.step import clip_factors
 from dpkfc.geometry.diagonal import DiagonalMap
 from dpkfc.geometry.factors import FullRoot
 from dpkfc.geometry.kronecker import KroneckerMap
@@ -162,7 +162,7 @@ def test_a_head_that_undoes_its_embedding_does_not_drown_many_others(others: int
         if extra:
             head.right[0], values[0] = extra, -extra
         tied = combine([head, RowSparseGrad.merged(ids[:1].expand(count, 1), values, 4)])
-        weights, _ = clip_weights(tied.squared_norms(IDENTITY_MAP), CLIP)
+        weights, _ = clip_factors(tied.squared_norms(IDENTITY_MAP), CLIP)
         return tied.weighted_sum(weights)[0].double()
 
     with_it = total(1e4, 1 + others)

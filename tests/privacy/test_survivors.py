@@ -804,7 +804,7 @@ def test_a_record_with_nan_backprops_into_an_embedding_contributes_zero(
 ) -> None:
     """Kills: per_sample/rows.py `RowSparseGrad.masked` that returns `self`, or multiplies by 0;
     `TiedEmbeddingGrad.masked` that masks the head or the rows only; run.py `_clip_and_sum` that
-    masks no forms; clipping.py `clip_weights` without `finite`.
+    masks no forms; step.py `clip_factors` without `finite`.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(12, (6, 4), generator=generator)

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dpkfc.clipping import clip_weights
+from dpkfc.clipping import ROUNDING
 from dpkfc.noise.grid import round_to_grid_
 from dpkfc.noise.stream import Stream
 from dpkfc.per_sample.base import LinearMap, ParamKey, PerSampleGrad, PreconditionerOf
@@ -77,7 +77,7 @@ def clip_and_sum(
     """
     if captured.squared_norms is None:
         return None
-    factors, finite = clip_weights(captured.squared_norms * grad_scale**2, clip, gamma)
+    factors, finite = clip_factors(captured.squared_norms * grad_scale**2, clip, gamma)
     weights = factors * (grad_scale / expected_batch_size)
     all_finite = bool(finite.all())
     sums: Sums = {}
@@ -87,6 +87,36 @@ def clip_and_sum(
         grad = grad if all_finite else grad.masked(finite)
         sums[key] = preconditioned_sum(grad, weights, preconditioner_of(key))
     return ClippedBatch(sums, factors, finite)
+
+
+def clip_factors(
+    squared_norms: Tensor, clip: float, gamma: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """c_i, one factor per sample that clips its gradient to norm R = `clip`.
+
+    Args:
+        squared_norms: [batch], the squared norms ``‖g_i‖²``.
+        clip: the clip norm R.
+        gamma: γ of automatic clipping; None clips plainly.
+
+    Returns:
+        factors: ``min(1, R (1 - ROUNDING) / ‖g_i‖)``, or ``R (1 - ROUNDING) / (‖g_i‖ + γ)``.
+        finite: True for samples whose norm is finite.
+
+    **Guarantee.** ``‖c_i g_i‖ ≤ R`` up to `MARGIN`. A sample whose norm is NaN or infinite has
+    factor exactly 0. The caller must also drop its vectors, since 0 · NaN is NaN.
+
+    >>> factors, finite = clip_factors(torch.tensor([0.25, 16.0, float("inf")]), clip=1.0)
+    >>> [round(factor, 3) for factor in factors.tolist()], finite.tolist()
+    ([1.0, 0.25, 0.0], [True, True, False])
+    """
+    norms = squared_norms.clamp(min=0).sqrt()
+    finite = torch.isfinite(squared_norms)
+    if gamma is None:
+        factors = (clip * (1 - ROUNDING) / norms).clamp(max=1.0)
+    else:
+        factors = clip * (1 - ROUNDING) / (norms + gamma)
+    return torch.where(finite, factors, torch.zeros_like(factors)), finite
 
 
 def preconditioned_sum(

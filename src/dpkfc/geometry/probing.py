@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.base import ParamNames
 from dpkfc.per_sample.base import LayerCall, LinearMap, ParamKey, PerSampleGrad
-from dpkfc.per_sample.capture import GradientCapture
+from dpkfc.per_sample.capture import GradientCapture, per_sample_grads
 from dpkfc.per_sample.combine import combine
 from dpkfc.probes.probe import Probe, call, split, tensors, to
 from dpkfc.probes.targets import Loss, probe_losses
@@ -126,7 +126,7 @@ def combined_grads(calls: list[LayerCall]) -> dict[ParamKey, PerSampleGrad]:
     """The per-sample gradients of one pass, without preconditioner."""
     uses: dict[ParamKey, list[PerSampleGrad]] = {}
     for layer_call in calls:
-        for key, grad in layer_call.per_sample_grads().items():
+        for key, grad in per_sample_grads(layer_call).items():
             uses.setdefault(key, []).append(grad)
     return {key: combine(grads) for key, grads in uses.items()}
 

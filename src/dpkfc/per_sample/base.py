@@ -161,21 +161,6 @@ class LayerCall:
         """The map that the gradients of these parameters will be multiplied by."""
         return self.preconditioner_of(tuple(self.params[name] for name in names))
 
-    def per_sample_grads(
-        self, preconditioner_of: PreconditionerOf = lambda key: IDENTITY_MAP
-    ) -> dict[ParamKey, PerSampleGrad]:
-        """The per-sample gradients of this call, by the parameters that they belong to."""
-        adapter = self.hooked.adapter
-        if self.activations is None or adapter is None or adapter.per_sample_grads is None:
-            from dpkfc.per_sample.dense import DenseGrad
-
-            return {tuple(self.params.values()): DenseGrad([self.backprops])}
-        self.preconditioner_of = preconditioner_of
-        return {
-            tuple(self.params[name] for name in names): grad
-            for names, grad in adapter.per_sample_grads(self).items()
-        }
-
 
 @dataclass(frozen=True)
 class KroneckerForm:

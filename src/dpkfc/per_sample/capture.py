@@ -35,6 +35,7 @@ from dpkfc.per_sample.base import (
     PreconditionerOf,
 )
 from dpkfc.per_sample.combine import combine
+from dpkfc.per_sample.dense import DenseGrad
 from dpkfc.per_sample.layers.vmap import run_under_vmap
 from dpkfc.per_sample.partition import partition
 from dpkfc.per_sample.rounding import full_precision
@@ -84,7 +85,7 @@ class GradAccumulator:
     def receive(self, call: LayerCall) -> None:
         """Measure at once: while δ is in the cache, and so that activations can be freed."""
         with full_precision(call.backprops.device):
-            grads = call.per_sample_grads(self._preconditioner_of)
+            grads = per_sample_grads(call, self._preconditioner_of)
             if not call.hooked.verified:
                 verify_adapter(call, grads, self._preconditioner_of)
                 call.hooked.verified = True
@@ -121,6 +122,26 @@ class GradAccumulator:
                 norms[key] = grad.squared_norms(self._preconditioner_of(key))
         total = torch.stack(list(norms.values())).sum(0) if norms else None
         return CapturedGrads(combined, norms, total, max(sizes, default=0), eps)
+
+
+def per_sample_grads(
+    call: LayerCall, preconditioner_of: PreconditionerOf = lambda key: IDENTITY_MAP
+) -> dict[ParamKey, PerSampleGrad]:
+    """The per-sample gradients of one call, by the parameters that they belong to.
+
+    Args:
+        call: (a, δ) of a layer, or the gradient of one copy of a parameter per sample.
+        preconditioner_of: the map that the gradients will be multiplied by. An adapter may apply it
+            at once where that is cheaper.
+    """
+    adapter = call.hooked.adapter
+    if call.activations is None or adapter is None or adapter.per_sample_grads is None:
+        return {tuple(call.params.values()): DenseGrad([call.backprops])}
+    call.preconditioner_of = preconditioner_of
+    return {
+        tuple(call.params[name] for name in names): grad
+        for names, grad in adapter.per_sample_grads(call).items()
+    }
 
 
 def _tensors(grad: Any) -> Iterator[Tensor]:
