@@ -93,7 +93,7 @@ def step_of(
         assert captured.squared_norms is not None
         squared = captured.squared_norms * scale**2
         by_layer = {layer: torch.zeros_like(squared) for layer in squares}
-        for key, part in captured.norms_by_key.items():
+        for key, part in captured.squared_norms_by_key.items():
             by_layer[layers[key[0]]] += part * scale**2
         for layer, part in by_layer.items():
             squares[layer].append(part)

@@ -57,7 +57,7 @@ class CapturedGrads:
     """Per-sample gradients g_i of `batch_size` samples, and their preconditioned norms."""
 
     grads: dict[ParamKey, PerSampleGrad]
-    norms_by_key: dict[ParamKey, Tensor]  # [batch], ‖U g_i‖² of each parameter key
+    squared_norms_by_key: dict[ParamKey, Tensor]  # [batch], ‖U g_i‖² of each parameter key
     squared_norms: Tensor | None  # [batch], their sum; None if nothing was captured
     batch_size: int
     eps: float  # relative rounding error of the coarsest dtype that they were computed in
@@ -213,10 +213,10 @@ class GradientCapture:
     def verify_adapters(self) -> None:
         """Compare adapters that are not built in with autograd at their next call."""
         for hooked in self.hooked_modules:
-            hooked.verified = hooked.built_in
+            hooked.verified = hooked.built_in or hooked.kind != "layer"
 
     def remove(self) -> None:
-        """Leave the model as it was before."""
+        """Remove all hooks and restore replaced forwards."""
         for handle in self._handles:
             handle.remove()
         for module, own_forward in self._replaced_forwards:
