@@ -17,9 +17,9 @@ torch.set_num_threads(1)
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Ctrl-C interrupts, also if the tests were started with SIGINT ignored:
+    """Ctrl-C interrupts, also if the tests were started with SIGINT ignored.
 
-    under nohup, or by `&` in a script.
+    Under nohup, or by `&` in a script.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield

@@ -16,9 +16,9 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 def sample(batch: Any, i: int) -> Any:
-    """Record i of a batch, as a batch of one;
+    """Record i of a batch, as a batch of one.
 
-    leaves whose leading size is 1 are shared by all records.
+    Leaves whose leading size is 1 are shared by all records.
     """
     return tree_map(
         lambda x: x[i : i + 1] if isinstance(x, Tensor) and x.shape[0] != 1 else x, batch

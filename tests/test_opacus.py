@@ -2,7 +2,7 @@
 implementations.
 
 Not compared: embeddings with a padding_idx, whose row Opacus gives a gradient that PyTorch does
-    not.
+not.
 """
 
 from __future__ import annotations

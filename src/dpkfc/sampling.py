@@ -25,10 +25,10 @@ class CyclicPoisson:
     Every record belongs to one of b = `groups` groups, drawn for it independently and uniformly. So
     adding or removing a record changes nothing for the others (groups of equal size would). One
     group is Poisson sampling; a rate of 1 uses whole groups in turn. A record participates at most
-    once in
-    any b consecutive steps: the batches are b-min-separated.
+    once in any b consecutive steps: the batches are b-min-separated.
 
-    **Guarantee: amplification with banded noise.** Let the strategy matrix C have at most b bands,
+    **Guarantee: amplification with banded noise.** Let q = `rate`, n the number of steps, R the
+    clip norm, and s the standard deviation of z. Let the strategy matrix C have at most b bands,
     and consider what adding record r changes in the released stream ``C x + z``. Fix the group of
     r; it can join the steps t = j, j+b, j+2b, .... If it joins step t, it contributes a vector v,
     ‖v‖ ≤ R, which is a function of what was released before t. Row i of C x moves by ``C[i, t] v``,

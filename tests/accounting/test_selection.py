@@ -38,7 +38,7 @@ def gaussian(orders: np.ndarray, sigma: float) -> np.ndarray:
 
 
 def subsampled(orders: np.ndarray, rate: float, sigma: float) -> np.ndarray:
-    """Mironov, Talwar & Zhang (2019), for whole orders:
+    """Mironov, Talwar & Zhang (2019), for whole orders.
 
     ``log Σ_k C(λ, k) (1-q)^(λ-k) q^k e^(k(k-1)/2σ²) / (λ - 1)``.
     """

@@ -1,6 +1,6 @@
-"""A resumed run is bit-identical to an uninterrupted one;
+"""A resumed run is bit-identical to an uninterrupted one.
 
-a damaged or foreign checkpoint is refused.
+A damaged or foreign checkpoint is refused.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ def test_a_resumed_run_is_bit_identical(
 def test_a_geometry_resumes_between_refreshes_bit_for_bit(
     tmp_path: Path, geometry: str, stop: int, chunk: int | None
 ) -> None:
-    """The maps in use were built at weights that are gone;
+    """The maps in use were built at weights that are gone.
 
-    the next refresh draws the probes it would have drawn.
+    The next refresh draws the probes it would have drawn.
     """
     probe = dpkfc.probes.Tabular(6, classes=3)
     kinds = {

@@ -1,6 +1,6 @@
-"""The loop stays plain PyTorch:
+"""The loop stays plain PyTorch.
 
-schedulers, groups, autocast, scalers, accumulation, workers, checkpointing.
+Schedulers, groups, autocast, scalers, accumulation, workers, checkpointing.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def train(
 
 
 def test_without_clipping_and_noise_it_is_ordinary_training() -> None:
-    """Adam with a schedule and parameter groups, on full batches:
+    """Adam with a schedule and parameter groups, on full batches.
 
-    the same weights as without dpkfc.
+    The same weights as without dpkfc.
     """
     outcomes = []
     for private_run in (True, False):

@@ -1,6 +1,6 @@
-"""The geometry the slow way:
+"""The geometry the slow way.
 
-every matrix written out, every gradient mapped on its own, in float64.
+Every matrix written out, every gradient mapped on its own, in float64.
 """
 
 from __future__ import annotations

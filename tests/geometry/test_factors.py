@@ -179,9 +179,9 @@ NETWORKS = {
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
 @pytest.mark.parametrize("network", NETWORKS)
 def test_factors_equal_curvlinops(network: str, approx: str) -> None:
-    """The empirical Fisher of the summed cross entropy;
+    """The empirical Fisher of the summed cross entropy.
 
-    curvlinops' G is a sum over the data, ours the mean.
+    Curvlinops' G is a sum over the data, ours the mean.
     """
     from curvlinops import KFACLinearOperator
 

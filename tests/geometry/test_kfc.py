@@ -1,6 +1,6 @@
-"""How KFC and its diagonal rival behave:
+"""How KFC and its diagonal rival behave.
 
-when they refresh, what they probe with, what they refuse.
+When they refresh, what they probe with, what they refuse.
 """
 
 from __future__ import annotations

@@ -171,9 +171,9 @@ def test_full_fine_tuning_equals_one_pass_a_sample(name: str) -> None:
 def test_an_inferred_geometry_equals_naively_mapped_gradients(
     name: str, options: dict[str, Any]
 ) -> None:
-    """`KFC()` reads the probe off the model's config;
+    """`KFC()` reads the probe off the model's config.
 
-    the map is then that of each layer, Conv1D and LoRA included.
+    The map is then that of each layer, Conv1D and LoRA included.
     """
     model, batch, loss = make(name)
     model, batch = (
@@ -204,9 +204,9 @@ def test_the_loss_passes_the_trial_before_training(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["bert_masked_lm", "gpt2", "llama"])
 def test_a_loss_averaged_over_all_tokens_of_the_batch_is_refused(name: str) -> None:
-    """Hugging Face's own loss divides by the tokens of all records:
+    """Hugging Face's own loss divides by the tokens of all records.
 
-    one record's length would weigh on the others.
+    One record's length would weigh on the others.
     """
     model, batch, _ = make(name)
     labels = batch["target"].masked_fill(batch["attention_mask"] == 0, -100)

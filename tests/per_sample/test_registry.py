@@ -253,6 +253,36 @@ def test_an_adapter_that_goes_wrong_later_is_found_at_secretly_chosen_steps(
     assert run.steps == 3
 
 
+@pytest.mark.parametrize("loss", ["declared", "unchecked"])
+def test_an_adapter_that_gives_a_forward_trains_also_through_secret_checks(
+    loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no (a, δ) to compare with autograd; records are tried for mixing as in any model."""
+
+    def forward(module: Square, params: Any, batch_size: int, args: Any, kwargs: Any) -> Tensor:
+        return torch.einsum("bi,boi->bo", args[0], params["weight"])
+
+    monkeypatch.setattr(dpkfc.engine.run, "_secret_steps", lambda steps: {1, 2})
+    plain = network(Square, FEATURES)
+    train(plain, noise_multiplier=0.0)
+    register_layer(Square, LayerAdapter(per_sample_forward=forward, params=("weight",)))
+    model = network(Square, FEATURES)
+    settings = {} if loss == "declared" else {"loss": "unchecked"}
+    assert train(model, noise_multiplier=0.0, **settings).steps == 4
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_forward_that_mixes_records_is_refused() -> None:
+    def mixing(module: Square, params: Any, batch_size: int, args: Any, kwargs: Any) -> Tensor:
+        centred = args[0] - args[0].mean(0)
+        return torch.einsum("bi,boi->bo", centred, params["weight"])
+
+    register_layer(Square, LayerAdapter(per_sample_forward=mixing, params=("weight",)))
+    with pytest.raises(dpkfc.PrivacyError, match="mixes the records"):
+        train(network(Square, FEATURES))
+
+
 def test_a_module_of_several_inputs_cannot_be_verified_and_is_refused() -> None:
     class Gated(Square):
         def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]

@@ -153,9 +153,9 @@ MIXING: dict[str, Loss] = {
 @pytest.mark.parametrize("name", MIXING)
 class TestLosses:
     def test_declared_it_is_refused_before_anything_is_spent(self, name: str) -> None:
-        """Also where the records of the trial look harmless:
+        """Also where the records of the trial look harmless.
 
-        they are drawn with as many classes as there are.
+        They are drawn with as many classes as there are.
         """
         with pytest.raises(
             dpkfc.PrivacyError, match="mixes the records|is not the mean over records"
@@ -485,9 +485,9 @@ def same_noise(one: Tensor, other: Tensor, private: dpkfc.PrivateRun) -> bool:
 
 
 def other_rate(private: dpkfc.PrivateRun) -> dpkfc.PrivateRun:
-    """The second branch does something else with the same noise:
+    """The second branch does something else with the same noise.
 
-    the difference would be free of it.
+    The difference would be free of it.
     """
     for group in private.optimizer.param_groups:
         group["lr"] = 0.01
@@ -613,9 +613,9 @@ class TestNoiseIsUsedOnce:
     def test_a_checkpoint_that_was_continued_and_replaced(
         self, noise: str, seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Loaded, not yet continued;
+        """Loaded, not yet continued.
 
-        meanwhile another process continued it and saved to the same place.
+        Meanwhile another process continued it and saved to the same place.
         """
         settings = self.settings(noise, seed)
         train(begin(network(), records(), **settings), steps=2).save(tmp_path / "run")
@@ -952,9 +952,9 @@ def test_len_is_the_number_of_batches(batch_size: int, chunk: int | None) -> Non
 
 
 class Bag(nn.Module):
-    """Token 1 occurs in the last record only:
+    """Token 1 occurs in the last record only.
 
-    without it, the row of its embedding is nothing but noise.
+    Without it, the row of its embedding is nothing but noise.
     """
 
     def __init__(self) -> None:
@@ -996,9 +996,9 @@ def row_of_one_record(
 
 
 def test_no_bit_pattern_proves_that_a_record_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attack on a row that one record alone touches:
+    """The attack on a row that one record alone touches.
 
-    it told presence for certain, and tells nothing now.
+    It told presence for certain, and tells nothing now.
     """
 
     def told(grid: bool) -> list[float]:
@@ -1229,9 +1229,9 @@ def gpt2() -> nn.Module:
 
 
 def trainer_of(private: dpkfc.PrivateRun, folder: Path, own_loss: bool, **arguments: Any) -> Any:
-    """Hugging Face's Trainer around a private loader:
+    """Hugging Face's Trainer around a private loader.
 
-    with its own loss, or with the declared one.
+    With its own loss, or with the declared one.
     """
     from transformers import Trainer, TrainingArguments
 
@@ -1256,9 +1256,9 @@ def trainer_of(private: dpkfc.PrivateRun, folder: Path, own_loss: bool, **argume
 
 @pytest.mark.parametrize("own_loss", [True, False])
 def test_hugging_face_trainer_with_a_causal_language_model(own_loss: bool, tmp_path: Path) -> None:
-    """The Trainer's own loss divides by the tokens of the whole batch, and is refused;
+    """The Trainer's own loss divides by the tokens of the whole batch, and is refused.
 
-    the declared one is not.
+    The declared one is not.
     """
     sums = []
     for count in (N, N - 1):

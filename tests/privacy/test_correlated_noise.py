@@ -1,6 +1,6 @@
-"""Correlated noise keeps the invariants:
+"""Correlated noise keeps the invariants.
 
-what is sampled is accounted, noise is added once, resumes replay nothing.
+What is sampled is accounted, noise is added once, resumes replay nothing.
 """
 
 from __future__ import annotations
@@ -283,9 +283,9 @@ class TestOnlySoundCombinations:
 
 @by_noise()
 def test_the_noise_of_a_step_is_that_of_the_plan_and_is_added_once(noise: Noise) -> None:
-    """7. Whatever the chunking:
+    """7. Whatever the chunking.
 
-    the stream of the run is the dense C⁻¹z of its keys, at the planned scale.
+    The stream of the run is the dense C⁻¹z of its keys, at the planned scale.
     """
     for chunk in (None, 2):
         model, optimizer, private = a_run(records(), noise, max_physical_batch_size=chunk)
@@ -425,9 +425,9 @@ def test_noise_cancels_in_the_parameters_while_the_geometry_changes(
 
 
 class TestWarnings:
-    """What rescales the noisy gradients over time undoes the cancellation:
+    """What rescales the noisy gradients over time undoes the cancellation.
 
-    said, with the reason.
+    Said, with the reason.
     """
 
     def private(

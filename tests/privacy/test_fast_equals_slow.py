@@ -1,6 +1,6 @@
-"""10. Fast equals slow:
+"""10. Fast equals slow.
 
-models put together at random, tied, reused, frozen in part, in chunks of any size.
+Models put together at random, tied, reused, frozen in part, in chunks of any size.
 """
 
 from __future__ import annotations

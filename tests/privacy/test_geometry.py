@@ -1,6 +1,6 @@
-"""1, 2, 4 and 9 for a geometry:
+"""1, 2, 4 and 9 for a geometry.
 
-blind to the data, no sample above C after the map, and an oracle says what it is.
+Blind to the data, no sample above C after the map, and an oracle says what it is.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def tensors(state: Any) -> list[Tensor | float]:
 
 
 class TestBlindToTheData:
-    """1. Swap the private dataset:
+    """1. Swap the private dataset.
 
-    the preconditioner is bit-identical at equal weights and seed.
+    The preconditioner is bit-identical at equal weights and seed.
     """
 
     @pytest.mark.parametrize("kind", GEOMETRIES)
@@ -122,9 +122,9 @@ class TestBlindToTheData:
         assert any(not torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
 
     def test_no_record_is_read_during_a_refresh(self) -> None:
-        """Nor does the code that refreshes have a way to:
+        """Nor does the code that refreshes have a way to.
 
-        it takes the model, its hooks and a step.
+        It takes the model, its hooks and a step.
         """
         reading: list[int] = []
         refreshing: list[bool] = []
@@ -204,9 +204,9 @@ class TestNoSampleAboveC:
 
     @pytest.mark.parametrize("kind", GEOMETRIES)
     def test_maps_that_change_within_a_batch_wait_for_the_next(self, kind: str) -> None:
-        """One geometry shared by two runs, or refreshed by hand between backward and step:
+        """One geometry shared by two runs, or refreshed by hand between backward and step.
 
-        the clip still holds.
+        The clip still holds.
         """
         model, geometry = small_cnn().eval(), GEOMETRIES[kind]()
         x, y = images(1).tensors

@@ -567,9 +567,9 @@ class TestNoise:
 
 
 class TestWhatIsNotPrivateSaysSo:
-    """9. Losses, norms and oracle geometry are marked;
+    """9. Losses, norms and oracle geometry are marked.
 
-    a run with an oracle reports epsilon = inf.
+    A run with an oracle reports epsilon = inf.
     """
 
     def test_oracle_geometry_reports_infinity(self) -> None:
@@ -620,7 +620,7 @@ class TestCopies:
         loss.backward()
         assert loss != F.cross_entropy(model(x), y), "the copy must use its own weights"
         assert all(p.grad is not None for p in twin.parameters())
-        assert not private._captured._grads
+        assert not private._loop_grads._grads
         with torch.no_grad():
             for p, value in zip(model.parameters(), before, strict=True):
                 p.copy_(value)
@@ -645,9 +645,9 @@ class TestCopies:
 
 
 class TestGeometryIsBlind:
-    """1. The geometry is given the names of parameters, never the data;
+    """1. The geometry is given the names of parameters, never the data.
 
-    it cannot tell two data sets apart.
+    It cannot tell two data sets apart.
     """
 
     def test_the_geometry_sees_the_same_whatever_the_data(self) -> None:

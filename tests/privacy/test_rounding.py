@@ -2,7 +2,7 @@
 whatever is in it.
 
 Every record here was made for it: its gradient is small, or zero, and yet float32 would let it do
-    much more.
+much more.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class Mean(nn.Module):
 
 
 def rounded_one_way(positions: int, width: int, size: float) -> Tensor:
-    """Large at both ends, of either sign;
+    """Large at both ends, of either sign.
 
-    in between what is rounded up to an ulp, and down to nothing, in turn.
+    In between what is rounded up to an ulp, and down to nothing, in turn.
     """
     course = torch.zeros(positions)
     course[0], course[-1] = 1.0, -1.0
@@ -149,9 +149,9 @@ def test_tokens_that_cancel_do_not_swallow_what_others_add(tied: bool, size: flo
 
 @pytest.mark.parametrize("others", [511, 2047])
 def test_a_head_that_undoes_its_embedding_does_not_drown_many_others(others: int) -> None:
-    """Head and embedding of a record are of 30,000 times the clip, and opposite:
+    """Head and embedding of a record are of 30,000 times the clip, and opposite.
 
-    others meet only what is left.
+    Others meet only what is left.
     """
     ids = torch.zeros(2, 1, dtype=torch.long).expand(2, 1)
 
@@ -182,9 +182,9 @@ class Pointwise(nn.Module):
 
 
 def test_a_record_along_what_the_map_shrinks_does_not_round_what_others_add() -> None:
-    """Unmapped it is 30,000 times the clip:
+    """Unmapped it is 30,000 times the clip.
 
-    what others add to that is rounded, and the map enlarges the difference.
+    What others add to that is rounded, and the map enlarges the difference.
     """
     torch.manual_seed(0)
     probe = dpkfc.probes.PublicData((1 + 0.01 * torch.randn(256, 16, 8), torch.zeros(256).long()))
@@ -245,9 +245,9 @@ def test_equal_entries_are_not_measured_too_short(entries: int, value: float) ->
 
 
 def test_a_map_that_enlarges_much_does_not_hide_what_it_enlarges() -> None:
-    """The squares of the factors are lost, or ordinary;
+    """The squares of the factors are lost, or ordinary.
 
-    those of the entries that the map makes of them are not.
+    Those of the entries that the map makes of them are not.
     """
     outer = OuterProductGrad(torch.full((1, 1, 8), 2.4e-23), torch.full((1, 1, 8), 1.7e4))
     norm = outer.squared_norms(DiagonalMap([torch.full((8, 8), 2.5e18)])).sqrt()

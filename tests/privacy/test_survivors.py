@@ -1,8 +1,8 @@
 """Privacy bugs that an earlier version of the test suite did not notice, one section for each.
 
 Each test names the edits that it kills: file, function, what is changed. All of them were tried.
-    The released gradients may or may not be rounded to a grid of at most a 32nd of the noise's
-    standard deviation: the tests hold either way.
+The released gradients may or may not be rounded to a grid of at most a 32nd of the noise's standard
+deviation: the tests hold either way.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class WatchedNoise:
 def test_the_charge_is_on_disk_before_noise_is_added_and_anything_released(
     tmp_path: Path, parts: int | None
 ) -> None:
-    """Kills, in run.py: `_before_step` with `ledger.charge` after `_release`;
+    """Kills, in run.py: `_before_step` with `ledger.charge` after `_release`.
 
     `charge` moved into `_after_step`.
     """
@@ -138,7 +138,7 @@ def test_the_charge_is_on_disk_before_noise_is_added_and_anything_released(
 @pytest.mark.parametrize("parts", [None, 4])
 @pytest.mark.parametrize("failing", [1, 3])
 def test_a_failing_charge_releases_nothing(tmp_path: Path, parts: int | None, failing: int) -> None:
-    """Kills, in run.py: the two edits above;
+    """Kills, in run.py: the two edits above.
 
     `_before_step` with `self.steps += 1` or `next_key` before the charge.
     """
@@ -228,9 +228,9 @@ def test_weights_are_a_function_of_the_released_gradients_alone(name: str) -> No
 
 
 def clipped_sum(model: nn.Module, batch: Any, clip: float) -> list[Tensor]:
-    """``Σ_i g_i min(1, C / ‖g_i‖)`` by autograd, record by record, in float64;
+    """``Σ_i g_i min(1, C / ‖g_i‖)`` by autograd, record by record, in float64.
 
-    the norm is over all parameters.
+    The norm is over all parameters.
     """
     exact = copy.deepcopy(model).double().requires_grad_(True)
     totals = [torch.zeros_like(p) for p in exact.parameters()]
@@ -344,9 +344,9 @@ def test_an_automatic_clip_looks_at_no_private_record(kind: str) -> None:
 
 
 def pieces(value: Any) -> Iterator[bytes]:
-    """Everything in a state, as bytes;
+    """Everything in a state, as bytes.
 
-    text that may be hexadecimal, and large numbers, as what they stand for too.
+    Text that may be hexadecimal, and large numbers, as what they stand for too.
     """
     if isinstance(value, Mapping):
         for key, item in value.items():

@@ -1,6 +1,6 @@
-"""8. The whole pipeline killed at random points:
+"""8. The whole pipeline killed at random points.
 
-the ledger never shows less than what was released.
+The ledger never shows less than what was released.
 """
 
 from __future__ import annotations

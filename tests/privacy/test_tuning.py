@@ -98,9 +98,9 @@ def test_nothing_but_the_best_try_is_released(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_try_that_diverges_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it does depends on the records:
+    """Whether it does depends on the records.
 
-    to draw another one instead would be a choice that nobody paid for.
+    To draw another one instead would be a choice that nobody paid for.
     """
     monkeypatch.setattr(BestOf, "draw", lambda self, generator: 3)
     plan, calls = private_run(2.0, BestOf(5)).plan, []
@@ -189,9 +189,9 @@ def test_whatever_the_score_the_exact_loss_is_at_most_the_price(
 def test_what_is_released_has_the_distribution_that_was_analysed(
     best_of: BestOf, seed: int, shift: float
 ) -> None:
-    """The tuning itself, with a score that does harm:
+    """The tuning itself, with a score that does harm.
 
-    high values lose to low ones, except for those above 1.
+    High values lose to low ones, except for those above 1.
     """
     private, chance = private_run(1.0, best_of), np.random.default_rng(seed)
     weight, calls = private.model.weight, [0]  # type: ignore[union-attr]

@@ -1,7 +1,7 @@
 """Compare the per-sample gradients of two passes.
 
 Two things are compared: the norm of each record's gradient, and one weighted sum of all gradients.
-    With random weights, differences of several records cancel in the sum only by chance.
+With random weights, differences of several records cancel in the sum only by chance.
 """
 
 from __future__ import annotations

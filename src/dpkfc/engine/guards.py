@@ -1,8 +1,9 @@
 """Rules about what a loop may do with a private run, one function per rule.
 
-A function named after a rule raises `PrivacyError` if the rule is broken; the message says what would
-break the guarantee and what to do. `batch_norms` and `weights_digest` compute what the rules compare.
-`checkpoint_not_continued_elsewhere` and `no_copy` return the error for the caller to raise.
+A function named after a rule raises `PrivacyError` if the rule is broken; the message says what
+would break the guarantee and what to do. `batch_norms` and `weights_digest` compute what the rules
+compare. `checkpoint_not_continued_elsewhere` and `no_copy` return the error for the caller to
+raise.
 """
 
 from __future__ import annotations
@@ -207,7 +208,10 @@ def checkpoint_not_continued_elsewhere(folder: object) -> PrivacyError:
 
 
 def noise_may_restart(bands: int | None, groups: int, non_negative: bool, name: str) -> None:
-    """After lost steps the noise stream continues without its past: see `noise.stream.Stream.restart`."""
+    """After lost steps the noise stream continues without its past.
+
+    See `noise.stream.Stream.restart`.
+    """
     if not (non_negative or (bands is not None and bands <= groups)):
         raise PrivacyError(
             f"steps after this checkpoint were lost, and {name} cannot continue without their "

@@ -127,7 +127,9 @@ class PrivateRun:
         # charged by a run that did not survive to write them into its checkpoint
         self._lost_steps = 0
         self._batch = LogicalBatch()
-        self._captured = _LoopGrads(self) if options.grad_scaler is None else _ScaledLoopGrads(self)
+        self._loop_grads = (
+            _LoopGrads(self) if options.grad_scaler is None else _ScaledLoopGrads(self)
+        )
         self._accumulating = False
         self._after_step: list[Callable[[], Any]] = []
         self.loader = PrivateLoader(
@@ -145,7 +147,7 @@ class PrivateRun:
         if norms := guards.batch_norms(model):
             check = Hook(lambda *call: guards.batch_norms_frozen(norms))
             self._hooks.append(model.register_forward_pre_hook(check))
-        capture.attach(self._captured)
+        capture.attach(self._loop_grads)
         if isinstance(optimizer, RunAware):
             optimizer.bind_run(self.accumulate_per_sample)
         foreign.register(self)
@@ -203,7 +205,9 @@ class PrivateRun:
             self._accumulating = False
 
     def save(self, path: str | os.PathLike[str], **others: Any) -> None:
-        """Write model, optimizer, generators, sampler and accountant to a checkpoint.
+        """Write model, optimizer, generators, geometry, noise, step count and keys to a checkpoint.
+
+        The keys determine the batches that follow.
 
         Args:
             path: a folder. An earlier checkpoint there is replaced; nothing else is.
@@ -216,7 +220,7 @@ class PrivateRun:
         checkpoint.load(path, self, others)
 
     def detach(self) -> None:
-        """Leave model and optimizer as they were. The budget that was spent stays spent."""
+        """Remove all hooks. Trained weights stay, and the budget that was spent stays spent."""
         self._drop_batch()
         self.detached = True
         self._capture.remove()
@@ -308,7 +312,7 @@ class PrivateRun:
     def _absorb(self) -> None:
         """Clip what the last backward left behind and add it to the sums."""
         with full_precision(next(self.model.parameters()).device):
-            captured = self._captured.take()
+            captured = self._loop_grads.take()
             if captured.squared_norms is not None:
                 self._add_to_batch(captured)
 
@@ -344,7 +348,7 @@ class PrivateRun:
         return 1.0 if scaler is None else float(scaler.get_scale())
 
     def _compare_with_declared_loss(self, trace: LoopTrace, loop: Fingerprint) -> None:
-        """Sums were formed, and nothing is released yet."""
+        """Compare the loop's gradients with the declared loss before anything is released."""
         assert self._loss is not None
         self._batch.trace = None  # while the declared loss is computed
         try:
@@ -435,14 +439,14 @@ class PrivateRun:
 
     def _drop_batch(self) -> None:
         self._batch = LogicalBatch()
-        self._captured.clear()
+        self._loop_grads.clear()
         self._capture.release_workspaces()
 
     def _weights_digest(self) -> str:
         return guards.weights_digest({name: p for p, name in self._names.items()})
 
     def _claim_checkpoints(self) -> list[tuple[Path, bool | None]]:
-        """For each checkpoint that holds the present key: True if this run continues it first."""
+        """For each checkpoint that holds the present key: see `lineage.claim` for the answers."""
         claims = [(folder, checkpoint.claim(folder, name)) for folder, name in self._checkpoints]
         self._checkpoints = []
         return claims

@@ -1,24 +1,25 @@
 """One private step, in order: from captured per-sample gradients to ``.grad``.
 
-    g_i                                  captured gradients, one per sample (per_sample/)
-    c_i = min(1, R / ‖U g_i‖)            clip in the preconditioned space
-    x_t = Σ_i c_i U g_i                  = U Σ_i c_i g_i: the sum is mapped once
-    x_t + w_t,  w = C⁻¹ z                noise is added once, to the sum of the whole logical batch
-    .grad = (x_t + w_t) / E[batch]       on a grid; then maps after the noise, if any
+    g_i                                captured gradients, one per sample (per_sample/)
+    c_i = min(1, R / ‖U g_i‖)          clip in the preconditioned space
+    x_t = Σ_i c_i U g_i / E[batch]     = U Σ_i c_i g_i / E[batch]: the sum is mapped once
+    x_t + w_t,  w = C⁻¹ z              noise is added once, to the sum of the whole logical batch
+    .grad                              x_t + w_t on a grid; then maps after the noise, if any
 
-All functions here take what they need and return what they computed. Training calls them from
-`engine.run`; diagnostics and audits call the same functions.
+All functions get their state as arguments. A name that ends in _ changes its first argument in
+place; `write_grads` and `release` set ``.grad``. Training calls them from `engine.run`; diagnostics
+call the same functions.
 
-**Guarantee: any geometry can be combined with any noise.** Let x_t be the clipped, preconditioned
-sum of step t. Adding or removing a record moves x_t by a vector of norm at most R if the record was
-drawn at step t, and by 0 otherwise, in the coordinates of the parameters and whatever the map U_t
-was: U_t is computed from public numbers and from what was released before step t. So (x_t) is an
-adaptive stream with bounded participations, which is all that the matrix mechanism needs (Denisov
-et al., 2022): releasing ``x + C⁻¹ z = C⁻¹ (C x + z)`` has the privacy of the Gaussian mechanism
-with the sensitivity of C. No inverse map follows: the optimizer adds x_t + w_t to the parameters as
-it is, so the noise in θ is ``A C⁻¹ z`` as without a geometry, and what one step added is subtracted
-later although U has changed in between. A map *after* the noise is free too, but if it changes over
-time the noise no longer cancels.
+**Guarantee: any geometry can be combined with any noise.** Adding or removing a record moves x_t by
+a vector of norm at most R / E[batch] if the record was drawn at step t, and by 0 otherwise. This
+holds for every map U_t, because clipping comes after U_t, and U_t depends only on public numbers
+and on what was released before step t. So (x_t) is an adaptive stream with bounded participations,
+which is all that the matrix mechanism needs (Denisov et al., 2022): releasing ``x + C⁻¹ z = C⁻¹ (C
+x + z)`` has the privacy of the Gaussian mechanism with the sensitivity of C. No inverse map
+follows: the optimizer uses x_t + w_t directly, so the noise in θ is ``A C⁻¹ z``, as without a
+geometry. Noise added at one step is still cancelled at later steps, although U has changed in
+between. A map *after* the noise costs no privacy either, but if it changes over time the noise no
+longer cancels.
 """
 
 from __future__ import annotations
@@ -92,19 +93,20 @@ def clip_and_sum(
 def clip_factors(
     squared_norms: Tensor, clip: float, gamma: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """c_i, one factor per sample that clips its gradient to norm R = `clip`.
+    """The factors c_i that clip v_i to norm R = `clip`, and which samples are finite.
 
     Args:
-        squared_norms: [batch], the squared norms ``‖g_i‖²``.
+        squared_norms: [batch], ``‖v_i‖²`` of the vectors to clip; in training, v_i = U g_i.
         clip: the clip norm R.
         gamma: γ of automatic clipping; None clips plainly.
 
     Returns:
-        factors: ``min(1, R (1 - ROUNDING) / ‖g_i‖)``, or ``R (1 - ROUNDING) / (‖g_i‖ + γ)``.
+        factors: ``min(1, R (1 - ROUNDING) / ‖v_i‖)``, or ``R (1 - ROUNDING) / (‖v_i‖ + γ)``.
         finite: True for samples whose norm is finite.
 
-    **Guarantee.** ``‖c_i g_i‖ ≤ R`` up to `MARGIN`. A sample whose norm is NaN or infinite has
-    factor exactly 0. The caller must also drop its vectors, since 0 · NaN is NaN.
+    **Guarantee.** ``‖c_i v_i‖ ≤ R`` up to `clipping.MARGIN`, for which the noise is scaled. A
+    sample whose norm is NaN or infinite has factor exactly 0. The caller must also drop its
+    vectors, since 0 · NaN is NaN.
 
     >>> factors, finite = clip_factors(torch.tensor([0.25, 16.0, float("inf")]), clip=1.0)
     >>> [round(factor, 3) for factor in factors.tolist()], finite.tolist()
@@ -122,7 +124,7 @@ def clip_factors(
 def preconditioned_sum(
     grad: PerSampleGrad, weights: Tensor, preconditioner: LinearMap
 ) -> list[Tensor]:
-    """``Σ_i w_i U g_i = U Σ_i w_i g_i``."""
+    """``Σ_i v_i U g_i = U Σ_i v_i g_i`` for weights v_i."""
     total = grad.weighted_sum(weights)
     return total if grad.preconditioned else preconditioner.apply(total)
 
@@ -157,22 +159,27 @@ def sum_per_parameter(sums: Sums, trainable: Mapping[str, nn.Parameter]) -> dict
 
 
 def add_noise_(
-    sums: dict[str, Tensor], noise: Stream, key: bytes, scale: float, step: int, grid: float
+    sums: dict[str, Tensor],
+    noise: Stream,
+    noise_key: bytes,
+    scale: float,
+    step: int,
+    grid: float,
 ) -> None:
     """``x_t + w_t``, rounded to multiples of `grid`, in place.
 
     Args:
         sums: one tensor per trainable parameter, in the order of the model.
         noise: the stream ``w = C⁻¹ z``.
-        key: the secret key of the step's normals z_t.
-        scale: standard deviation of z on every coordinate.
+        noise_key: the secret key from which the normals z_t are generated.
+        scale: standard deviation of z on every coordinate, divided by E[batch] like the sums.
         step: t.
         grid: a power of two that the data cannot move; 0 for a run without noise.
 
     **Guarantee.** Noise is added once, to the sum of the whole logical batch, and to every
     trainable parameter, used or not.
     """
-    noise.add_(list(sums.values()), key, scale, step)
+    noise.add_(list(sums.values()), noise_key, scale, step)
     round_to_grid_(sums.values(), grid)
 
 
@@ -183,9 +190,9 @@ def map_after_noise_(grads: dict[str, Tensor], maps: Mapping[tuple[str, ...], Li
 
 
 def write_grads(params: Mapping[nn.Parameter, str], grads: Mapping[str, Tensor]) -> None:
-    """Set ``.grad`` of every parameter;
+    """Set ``.grad`` of every parameter; without an entry in `grads`, to None.
 
-    frozen ones get None, so that no older gradient is stepped.
+    So no older gradient is used by a step.
     """
     for p, name in params.items():
         p.grad = grads[name].to(p.dtype) if name in grads else None
@@ -195,7 +202,7 @@ def release(
     sums: Sums,
     params: Mapping[nn.Parameter, str],
     noise: Stream,
-    key: bytes,
+    noise_key: bytes,
     *,
     scale: float,
     step: int,
@@ -207,11 +214,11 @@ def release(
     Args:
         sums: ``Σ_i c_i U g_i / E[batch]`` of the whole logical batch; consumed.
         params: all parameters of the model with their names.
-        noise, key, scale, step, grid: see `add_noise_`.
+        noise, noise_key, scale, step, grid: see `add_noise_`.
         maps_after_noise: see `map_after_noise_`.
     """
     trainable = {name: p for p, name in params.items() if p.requires_grad}
     grads = sum_per_parameter(sums, trainable)
-    add_noise_(grads, noise, key, scale, step, grid)
+    add_noise_(grads, noise, noise_key, scale, step, grid)
     map_after_noise_(grads, maps_after_noise)
     write_grads(params, grads)

@@ -33,7 +33,7 @@ class Moment:
     """``Σ x xᵀ`` of vectors that arrive in pieces, one sum per group.
 
     Up to d vectors are kept as they are: their Gram matrix has the same eigenvalues at less cost.
-        With more vectors the products are added up, so memory never exceeds d².
+    With more vectors the products are added up, so memory never exceeds d².
     """
 
     def __init__(self) -> None:
@@ -64,10 +64,7 @@ class Moment:
         return self.matrix / count
 
     def spectrum(self, count: int, rank: int | None, generator: torch.Generator) -> Spectrum:
-        """Eigenvalues and eigenvectors of ``(1/count) Σ x xᵀ``:
-
-        all of them, or the largest `rank`.
-        """
+        """Eigenvalues and eigenvectors of ``(1/count) Σ x xᵀ``: all, or the largest `rank`."""
         if self.rows is not None:
             return _from_rows(self.rows[0], count, rank, generator)
         matrix = self.dense(count)
@@ -115,9 +112,9 @@ class Spectrum:
     def trace_keeping_root(
         self, power: float, relative: float, absolute: float, like: Tensor, bias: bool
     ) -> Root | None:
-        """``z (A + μ I)^(-power/2)`` with z such that ``tr(A U²) = tr(A)``:
+        """``s (A + μ I)^(-power/2)`` with s such that ``tr(A U²) = tr(A)``.
 
-        keeps the probes' energy.
+        The mapped probes keep their energy.
         """
         mu, missing = self.damping(relative, absolute), self.size - self.values.shape[1]
         if not bool((self.trace > 0).all()):
@@ -201,9 +198,9 @@ def _largest(matrix: Tensor, rank: int, generator: torch.Generator) -> tuple[Ten
 
 @dataclass
 class FullRoot:
-    """One symmetric matrix per group, [groups, d, d];
+    """One symmetric matrix per group, [groups, d, d].
 
-    with `bias`, the last coordinate is the bias's.
+    With `bias`, the last coordinate is the bias's.
     """
 
     matrix: Tensor
@@ -268,7 +265,7 @@ def _times(x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
 
 @dataclass
 class LowRankRoot:
-    """``c I + V diag(w) Vᵀ`` for one group;
+    """``c I + V diag(w) Vᵀ`` for one group.
 
     V is [d, r]; with `bias`, its last row is the bias's.
     """

@@ -3,8 +3,9 @@
 For layer l with inputs a and backprops δ, the Fisher block is approximated by ``A_l ⊗ G_l`` with
 ``A_l = E[a aᵀ]`` (with the input 1 of the bias appended to a) and ``G_l = E[δ δᵀ]``. Each
 per-sample gradient is mapped to ``U_G g U_A``, with ``U = (factor + damping)^(-power/2)``, before
-it is clipped. With power 1 the mapped gradients of the probes have a covariance close to the
-identity (Appendix B).
+it is clipped. With factors="AG", power 1 and rank=None, the mapped gradients of the probes have a
+covariance close to the identity (Appendix B). The default uses A_l only (U_G = I), with 32
+eigendirections.
 
 Positions that share a weight (pixels of a convolution, tokens) enter the factors in one of two
 ways:
@@ -89,7 +90,7 @@ class KFC:
             `Hybrid`. By default inferred from what the model declares (`model.input_shape`, a
             Hugging Face config).
         every: steps between two refreshes (T_freq in the paper).
-        probes: inputs per refresh; by default what the probe recommends.
+        probes: number of inputs per refresh; by default what the probe recommends.
         damping: π, relative to the mean eigenvalue of each factor.
         stability: γ, absolute.
         power: 0 is DP-SGD, 1 the paper's inverse square root.
@@ -97,11 +98,12 @@ class KFC:
         rank: eigendirections of a factor that get their own scale; the others share one. None: all.
         approx: "expand" or "reduce", for positions that share a weight (see the module).
         max_factor: a layer with a wider factor is treated like parameters without a Kronecker form.
-        others: parameters without a Kronecker form. "scalar" scales each so that its entries are on
-            average as large as those of the mapped layers; "diagonal" does so entry by entry; None
-            leaves them as they are.
-        post: exponent r of a second, milder map after the noise, ``z (A_l + γ)^(-r/2)``; 0 for
-            none. Free post-processing, but it breaks the cancellation of correlated noise.
+        others: gradients of parameters without a Kronecker form. "scalar" multiplies each by one
+            number, so that its mean squared entry on the probes equals that of the mapped layers;
+            "diagonal" uses one number per entry; None leaves them as they are.
+        post: exponent r of a second, milder map after the noise, ``s (A_l + μ I)^(-r/2)`` with
+            μ = π tr(A_l)/d + γ, and s such that the probes keep their energy; 0 for none. Free
+            post-processing, but it breaks the cancellation of correlated noise.
         loss: of the probes: "cross_entropy", "mse", "bce", "masked_lm", "next_token", or a function
             ``loss(output, probes, generator) -> [batch]``.
         chunk: probes per pass; by default a quarter of them, so that a refresh needs less memory
@@ -317,7 +319,7 @@ class KFC:
         name_of: dict[nn.Parameter, str],
         capture: GradientCapture,
     ) -> None:
-        """Scale parameters without Kronecker form to the mean squared entry of mapped gradients."""
+        """Scale the other gradients to the mean squared entry of the mapped ones."""
         covered = {name for names in maps for name in names}
         rest = [p for p, name in name_of.items() if p.requires_grad and name not in covered]
         if self.others is None or self.power == 0 or not rest or not calls:

@@ -54,10 +54,7 @@ class KroneckerMap:
         bias_input: Tensor | None,
         workspaces: tuple[Allocate, Allocate] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """``(U_G left_t, U_A right_t)``:
-
-        the factors of ``U_G (Σ_t left_t right_tᵀ) U_A``; one group.
-        """
+        """``(U_G left_t, U_A right_t)``, the factors of ``U_G (Σ_t left_t right_tᵀ) U_A``."""
         if self.a_root is not None:
             out = workspaces and workspaces[1](tuple(right.shape), right)
             right, bias_input = self.a_root.right(right, bias_input, out)

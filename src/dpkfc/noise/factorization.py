@@ -11,9 +11,9 @@ x       gradient sums, one row per step: clipped, preconditioned, norm at most R
 A       workload: maps gradients to parameters, ``θ = A x`` (`dpkfc.noise.workload`)
 C       strategy matrix; independent noise is the identity factorization, C = I
 B       ``A C⁻¹``, how the noise reaches the parameters
-z       independent normals, one row per step (`normals`)
-w       ``C⁻¹ z``, the noise that is added to x (`noise`)
-c, d    first columns of a Toeplitz C and of C⁻¹, read as power series ``c(ζ) = Σ_k c_k ζᵏ``
+z       independent normals, one row per step
+w       ``C⁻¹ z``, the noise that is added to x
+c, d    first columns of a Toeplitz C and of C⁻¹, read as power series ``c(ζ) = Σ_j c_j ζʲ``
 p       bands: ``C[i, j] = 0`` for i-j ≥ p
 b, k    separation and number of participations of a record (`dpkfc.noise.sensitivity`)
 sens    sensitivity of C: how far one record can move C x, per unit of R
@@ -30,9 +30,9 @@ A factorization is given by its strategy matrix, in one of four forms:
 
 =========================  =====================================  =================================
 `ToeplitzStrategy`         C has p bands, ``C[i, j] = c_{i-j}``   keeps p-1 past w
-`InverseToeplitzStrategy`  C⁻¹ has p bands, equal to d_{i-j}      keeps or recomputes p-1 past z
+`InverseToeplitzStrategy`  C⁻¹ has p bands d_{i-j}; C is full     keeps or recomputes p-1 past z
 `BufferedStrategy`         ``c_k = Σ_i ω_i λ_i^{k-1}``            keeps one buffer per pole λ_i
-`BandedStrategy`           C has p bands, all entries different   keeps p-1 past w
+`BandedStrategy`           C has p bands, entries may differ      keeps p-1 past w
 =========================  =====================================  =================================
 
 One buffer is a vector of the model's size. ``materialize(n)`` writes C as a dense matrix, to test

@@ -1,8 +1,8 @@
 """The protocols and records that capture, layers and geometries share.
 
 Notation: a layer with T shared positions has the inputs a_t (`activations`) and the gradients δ_t
-    at its outputs (`backprops`). The gradient of sample i with respect to the layer's parameters is
-    g_i. A preconditioner maps it to U g_i before clipping.
+at its outputs (`backprops`). The gradient of sample i with respect to the layer's parameters is
+g_i. A preconditioner maps it to U g_i before clipping.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LinearMap(Protocol):
 
     @property
     def work(self) -> tuple[int, int]:
-        """Multiplications needed to map one left factor, and one right factor."""
+        """Multiplications needed to map one vector left_t, and one vector right_t."""
 
     @property
     def factored(self) -> bool:
@@ -60,7 +60,7 @@ class LinearMap(Protocol):
         """``‖U (left rightᵀ)‖²`` for [B, features] each, if the map is not `factored`."""
 
     def rows(self, ids: Tensor, values: Tensor) -> Tensor:
-        """Map the rows `ids` ([n]) of a gradient that is zero elsewhere;
+        """Map the rows `ids` ([n]) of a gradient that is zero elsewhere.
 
         `values` is [n, features].
         """
@@ -105,11 +105,18 @@ class PerSampleGrad(Protocol):
         ...
 
     def squared_norms(self, preconditioner: LinearMap) -> Tensor:
-        """``‖U g_i‖²`` for every sample, never less than the norm of what `weighted_sum` adds."""
+        """Upper bounds on ``‖U g_i‖²``, [batch].
+
+        Never less than the squared norm of what sample i contributes to ``U · weighted_sum`` with
+        weight 1, rounding included, up to `clipping.MARGIN`.
+        """
         ...
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
-        """``Σ_i w_i g_i``. U is applied once to the sum: ``Σ w_i U g_i = U Σ w_i g_i``."""
+        """``Σ_i v_i g_i`` for weights v_i.
+
+        U is applied once, to the sum: ``Σ_i v_i U g_i = U Σ_i v_i g_i``. If `preconditioned`, this is ``Σ_i v_i U g_i`` already.
+        """
         ...
 
     def per_sample(self) -> list[Tensor]:
@@ -134,7 +141,7 @@ class LayerCall:
 
     If the parameters were replaced by one copy per sample instead, `activations` is None and
     `backprops` is the gradient of those copies: the per-sample gradient of the only entry of
-        `params`.
+    `params`.
     """
 
     hooked: HookedModule
@@ -210,6 +217,8 @@ class HookedModule:
 
     name: str  # in the model
     module: nn.Module
+    # layer: (a, δ) from hooks; expanded: own parameters replaced by one copy per sample; vmap: runs
+    # as a whole with one copy of its parameters per sample
     kind: Literal["layer", "expanded", "vmap"]
     params: dict[str, nn.Parameter]  # by their names in the module
     adapter: LayerAdapter | None = None
@@ -217,4 +226,5 @@ class HookedModule:
     verified: bool = True  # False: compare the adapter with autograd at the next call
     shared: bool = False  # a parameter belongs to another hooked module too
     workspace: Workspace = field(default_factory=Workspace)
-    lent: list[dict[str, nn.Parameter]] = field(default_factory=list)  # by each call under way
+    # for each call under way, the trainable parameters to restore after it
+    lent: list[dict[str, nn.Parameter]] = field(default_factory=list)

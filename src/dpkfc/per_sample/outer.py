@@ -148,9 +148,9 @@ class OuterProductGrad:
         return total
 
     def _add_weighted_(self, total: list[Tensor] | None, weights: Tensor) -> list[Tensor]:
-        """Add ``Σ_i w_i g_i`` to `total` in place;
+        """Add ``Σ_i w_i g_i`` to `total` in place.
 
-        the smaller factor is multiplied by the weights.
+        The smaller factor is multiplied by the weights.
         """
         left, right = at_least_float32(self.left), at_least_float32(self.right)
         scale = weights.to(left.dtype).view(-1, 1, 1)

@@ -15,9 +15,9 @@ _built_in: set[type[nn.Module] | str] = set()
 def register_layer(kind: type[nn.Module] | str, adapter: LayerAdapter) -> None:
     """Give a kind of layer a fast path for its per-sample gradients.
 
-    A module without an adapter runs under `torch.vmap`, which is exact and slower. An adapter is used
-    for modules of this class and, if `kind` is a class and not a name, of subclasses that do not
-    override ``forward``, as long as they have no child modules and own only the parameters in
+    A module without an adapter runs under `torch.vmap`, which is exact and slower. An adapter is
+    used for modules of this class and, if `kind` is a class and not a name, of subclasses that do
+    not override ``forward``, as long as they have no child modules and own only the parameters in
     `adapter.params`.
 
     Args:
@@ -29,12 +29,12 @@ def register_layer(kind: type[nn.Module] | str, adapter: LayerAdapter) -> None:
         TypeError: `kind` is not a module class, or `adapter` is not a `LayerAdapter`.
         ValueError: the kind already has an adapter.
 
-    **Guarantee.** Clipping relies on the adapter: a gradient that is measured too small would exceed
-    the clip. So an adapter with `per_sample_grads` that the library does not ship is compared with
-    autograd at the first call of every layer, and again at a few secretly chosen steps, before
-    anything is released. `PrivacyError` is raised if a norm is too small or a sum differs. An adapter
-    with `per_sample_forward` changes how the model computes its output; like any model, it is tried
-    for mixing records.
+    **Guarantee.** Clipping relies on the adapter: a gradient that is measured too small would
+    exceed the clip. So an adapter with `per_sample_grads` that the library does not ship is
+    compared with autograd at the first call of every layer, and again at a few secretly chosen
+    steps, before anything is released. `PrivacyError` is raised if a norm is too small or a sum
+    differs. An adapter with `per_sample_forward` changes how the model computes its output; like
+    any model, it is tried for mixing records.
 
     >>> import torch, dpkfc
     >>> from dpkfc.per_sample.dense import DenseGrad
@@ -66,8 +66,8 @@ def register_layer(kind: type[nn.Module] | str, adapter: LayerAdapter) -> None:
 def adapter_for(module: nn.Module) -> tuple[LayerAdapter | None, bool]:
     """The adapter for exactly this module, and whether it is built in.
 
-    None for a subclass whose own forward has no adapter, for a parametrized weight, and for a module
-    with children.
+    None for a subclass whose own forward has no adapter, for a parametrized weight, and for a
+    module with children.
     """
     for kind, adapter in _adapters.items():
         if _matches(module, kind):

@@ -125,10 +125,9 @@ def add_sum_error(
     most a thousandth of the norm; for a record whose products cancel it can exceed the norm.
 
     If the sum is mapped after it was added up, the map enlarges that error by up to ‖U‖ while it
-    may
-    shrink the gradient itself: `growth` is ‖U‖ if the products are unmapped and ``‖U‖ ‖U⁻¹‖`` if
-        they are mapped. What is mapped first is released as it was measured, and its error does not
-        grow.
+    may shrink the gradient itself: `growth` is ‖U‖ if the products are unmapped and ``‖U‖ ‖U⁻¹‖``
+    if they are mapped. What is mapped first is released as it was measured, and its error does not
+    grow.
     """
     norms = squared_norms.clamp(min=0).sqrt()
     eps = additions * torch.finfo(squared_norms.dtype).eps / 2

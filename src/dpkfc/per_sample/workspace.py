@@ -1,6 +1,6 @@
-"""Memory that is used again at every step:
+"""Memory that is used again at every step.
 
-fresh pages cost as much as the matrix product itself.
+Fresh pages cost as much as the matrix product itself.
 """
 
 from __future__ import annotations

@@ -215,9 +215,9 @@ def _per_sample_grads(call: LayerCall) -> GradsByName:
 def _weight_grad(
     module: Conv, padded: Tensor, delta: Tensor, bias: bool, batch: int, preconditioner: LinearMap
 ) -> PerSampleGrad:
-    """Gram matrices over patches with few positions and many channels;
+    """Gram matrices over patches with few positions and many channels.
 
-    otherwise formed gradients.
+    Otherwise formed gradients.
     """
     positions, (out, *inner) = delta[0, 0].numel(), module.weight.shape
     inputs = math.prod(inner)

@@ -1,4 +1,4 @@
-"""Norm layers: ``y = w ⊙ x̂ + b`` with the normalised input x̂:
+"""Norm layers: ``y = w ⊙ x̂ + b`` with the normalised input x̂.
 
 ``g_w = Σ δ ⊙ x̂``, ``g_b = Σ δ``.
 """
