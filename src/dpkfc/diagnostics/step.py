@@ -141,7 +141,7 @@ def _captured(
             for call in calls:
                 accumulator.receive(call)
             yield accumulator.take(), scale
-        capture.release_workspaces()
+        capture.reuse_workspaces()
 
 
 def _median_norm(

@@ -271,7 +271,7 @@ def _check_records_apart(
             one_hot = torch.eye(rows)[row]
             among_others, among_copies = (Fingerprint.of(g, one_hot) for g in (whole, alone))
             records_stay_apart(among_others, among_copies, model, who)
-        capture.release_workspaces()
+        capture.reuse_workspaces()
 
 
 def _check_reduction(
@@ -296,7 +296,7 @@ def _check_reduction(
         of_all, of_few = whole.squared_norms[:half].sqrt(), part.squared_norms.sqrt() * share
         usable = of_all.isfinite() & of_few.isfinite() & (of_all > 0) & (of_few > 0)
         ratios += (of_few / of_all)[usable].tolist()
-        capture.release_workspaces()
+        capture.reuse_workspaces()
     if not ratios:
         return
     ratio, spread = median(ratios), max(ratios) / min(ratios)

@@ -126,7 +126,7 @@ def compare_with_declared_loss(
                     "yields. To split batches use max_physical_batch_size"
                 )
             fingerprints = [Fingerprint.of(captured, each) for each in weights]
-            capture.release_workspaces()
+            capture.reuse_workspaces()
             return fingerprints, replay.passes_used, get_buffers(model)
 
     kept, exchanged = _exchange_half(rows)

@@ -334,7 +334,7 @@ class PrivateRun:
         )
         assert clipped is not None
         add_sums_(self._batch.sums, clipped.sums)
-        self._capture.release_workspaces()
+        self._capture.reuse_workspaces()
         self._batch.samples += captured.batch_size
         counts, is_clipped = self.not_private, clipped.clip_factors < 1
         counts.samples += captured.batch_size
@@ -440,7 +440,7 @@ class PrivateRun:
     def _drop_batch(self) -> None:
         self._batch = LogicalBatch()
         self._loop_grads.clear()
-        self._capture.release_workspaces()
+        self._capture.reuse_workspaces()
 
     def _weights_digest(self) -> str:
         return guards.weights_digest({name: p for p, name in self._names.items()})

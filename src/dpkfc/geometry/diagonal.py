@@ -55,7 +55,7 @@ class DiagonalMap:
     def factored(self) -> bool:
         return isinstance(self.scale, float)
 
-    def factors(
+    def map_factors(
         self,
         left: Tensor,
         right: Tensor,
@@ -65,7 +65,7 @@ class DiagonalMap:
         assert isinstance(self.scale, float)
         return left * self.scale, right, bias_input
 
-    def outer_norms(self, left: Tensor, right: Tensor, bias_input: Tensor | None) -> Tensor:
+    def outer_squared_norms(self, left: Tensor, right: Tensor, bias_input: Tensor | None) -> Tensor:
         """``Σ_op s_op² left_o² right_p²``: one matrix product for all samples."""
         assert not isinstance(self.scale, float)
         weight, *bias = (s.to(left).square() for s in self.scale)
@@ -184,7 +184,7 @@ class Diagonal:
                     names = tuple(name_of[p] for p in key)
                     so_far = [sums[names]] if names in sums else []
                     sums[names] = add_up([*so_far, grad.sum_of_squares()])
-            capture.release_workspaces()
+            capture.reuse_workspaces()
         transposed = {name_of[p] for p in transposed_weights(capture)}
         self._maps = {}
         for names, squares in sums.items():

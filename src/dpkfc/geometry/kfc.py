@@ -231,7 +231,7 @@ class KFC:
                     with _timed(refresh, layer):
                         maps[layer.names] = self._build_map(layer, like, generator)
             self._scale_others(maps, calls, name_of, capture)
-        capture.release_workspaces()
+        capture.reuse_workspaces()
         refresh.seconds = time.perf_counter() - start
         self._maps, self._last_refresh = maps, refresh
 

@@ -47,7 +47,7 @@ class KroneckerMap:
         left, right = (0 if root is None else root.work for root in (self.g_root, self.a_root))
         return left, right
 
-    def factors(
+    def map_factors(
         self,
         left: Tensor,
         right: Tensor,
@@ -63,7 +63,7 @@ class KroneckerMap:
             left, _ = self.g_root.right(left, None, out)
         return left, right, bias_input
 
-    def outer_norms(self, left: Tensor, right: Tensor, bias_input: Tensor | None) -> Tensor:
+    def outer_squared_norms(self, left: Tensor, right: Tensor, bias_input: Tensor | None) -> Tensor:
         raise TypeError("a Kronecker map is factored: take the norms of the mapped factors")
 
     def rows(self, ids: Tensor, values: Tensor) -> Tensor:

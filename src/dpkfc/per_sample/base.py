@@ -41,7 +41,7 @@ class LinearMap(Protocol):
     def factored(self) -> bool:
         """True if the map acts on the two factors of an outer product separately."""
 
-    def factors(
+    def map_factors(
         self,
         left: Tensor,
         right: Tensor,
@@ -56,7 +56,7 @@ class LinearMap(Protocol):
             workspaces: where large results are written, for the left and for the right factor.
         """
 
-    def outer_norms(self, left: Tensor, right: Tensor, bias_input: Tensor | None) -> Tensor:
+    def outer_squared_norms(self, left: Tensor, right: Tensor, bias_input: Tensor | None) -> Tensor:
         """``‖U (left rightᵀ)‖²`` for [B, features] each, if the map is not `factored`."""
 
     def rows(self, ids: Tensor, values: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class _IdentityMap:
     work = (0, 0)
     factored = True
 
-    def factors(
+    def map_factors(
         self,
         left: Tensor,
         right: Tensor,
@@ -83,7 +83,7 @@ class _IdentityMap:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         return left, right, bias_input
 
-    def outer_norms(self, left: Tensor, right: Tensor, bias_input: Tensor | None) -> Tensor:
+    def outer_squared_norms(self, left: Tensor, right: Tensor, bias_input: Tensor | None) -> Tensor:
         raise TypeError("the identity is factored: take the norms of the factors")
 
     def rows(self, ids: Tensor, values: Tensor) -> Tensor:
@@ -115,7 +115,8 @@ class PerSampleGrad(Protocol):
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
         """``Σ_i v_i g_i`` for weights v_i.
 
-        U is applied once, to the sum: ``Σ_i v_i U g_i = U Σ_i v_i g_i``. If `preconditioned`, this is ``Σ_i v_i U g_i`` already.
+        U is applied once, to the sum: ``Σ_i v_i U g_i = U Σ_i v_i g_i``. If `preconditioned`, this
+        is ``Σ_i v_i U g_i`` already.
         """
         ...
 

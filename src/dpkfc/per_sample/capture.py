@@ -205,7 +205,7 @@ class GradientCapture:
         with self.delivering_to(accumulator):
             yield accumulator
 
-    def release_workspaces(self) -> None:
+    def reuse_workspaces(self) -> None:
         """All per-sample gradients captured so far are no longer needed: reuse their memory."""
         for hooked in self.hooked_modules:
             hooked.workspace.release()

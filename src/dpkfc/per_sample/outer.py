@@ -53,17 +53,17 @@ class OuterProductGrad:
     ) -> OuterProductGrad:
         """The mapped gradients: ``U_G left_t`` and ``U_A right_t``."""
         left, right = at_least_float32(self.left), at_least_float32(self.right)
-        mapped = preconditioner.factors(left, right, self.bias_input, workspaces)
+        mapped = preconditioner.map_factors(left, right, self.bias_input, workspaces)
         return OuterProductGrad(*mapped, self.transposed, preconditioned=True)
 
     def squared_norms(self, preconditioner: LinearMap) -> Tensor:
         preconditioner = IDENTITY_MAP if self.preconditioned else preconditioner
         if self.left.shape[1] == 1:
             return self._norms_of_one_position(preconditioner)
-        norms = self.norms_without_sum_error(preconditioner)
+        norms = self.squared_norms_without_sum_error(preconditioner)
         return add_sum_error(norms, self.magnitudes(), preconditioner.gain, self.additions)
 
-    def norms_without_sum_error(self, preconditioner: LinearMap) -> Tensor:
+    def squared_norms_without_sum_error(self, preconditioner: LinearMap) -> Tensor:
         """Squared norms without the room for rounding in the sum."""
         batch, length, p = self.left.shape
         q = self.right.shape[2]
@@ -83,7 +83,9 @@ class OuterProductGrad:
             mapped = self if identity else self.precondition(preconditioner, workspaces)
             terms = length + summation_depth(p) + summation_depth(q)
             return recompute_if_doubtful(
-                *_gram_norms(mapped), terms, lambda i: _gram_norms(mapped.select(i).double())[0]
+                *_gram_squared_norms(mapped),
+                terms,
+                lambda i: _gram_squared_norms(mapped.select(i).double())[0],
             )
 
     def _norms_of_one_position(self, preconditioner: LinearMap) -> Tensor:
@@ -104,17 +106,17 @@ class OuterProductGrad:
         left, right = at_least_float32(self.left), at_least_float32(self.right)
         bias_input = self.bias_input
         if preconditioner.factored:
-            left, right, bias_input = preconditioner.factors(left, right, bias_input)
+            left, right, bias_input = preconditioner.map_factors(left, right, bias_input)
         mapped = OuterProductGrad(left, right, bias_input)
-        left_norms, right_norms = (size[:, 0] for size in mapped.factor_norms())
+        left_norms, right_norms = (size[:, 0] for size in mapped.squared_factor_norms())
         if preconditioner.factored:
             norms = left_norms * right_norms
         else:  # a scale per entry enlarges rounding errors no more than the entries themselves
             bias = None if bias_input is None else bias_input[:, 0]
-            norms = preconditioner.outer_norms(left[:, 0], right[:, 0], bias)
+            norms = preconditioner.outer_squared_norms(left[:, 0], right[:, 0], bias)
         return norms, torch.maximum(left_norms, right_norms)
 
-    def factor_norms(self) -> tuple[Tensor, Tensor]:
+    def squared_factor_norms(self) -> tuple[Tensor, Tensor]:
         """``‖left_t‖²`` and ``‖right_t‖²``, [B, T] each."""
         left, right = (squared_norm(x.flatten(0, 1)) for x in (self.left, self.right))
         if self.bias_input is not None:
@@ -126,7 +128,7 @@ class OuterProductGrad:
 
         Counted position by position, so that positions with zero input add nothing.
         """
-        left, right = self.factor_norms()
+        left, right = self.squared_factor_norms()
         return (left * right).sqrt().sum(1).square()
 
     @property
@@ -270,7 +272,7 @@ def _gram(x: Tensor) -> Tensor:
     return out
 
 
-def _gram_norms(grad: OuterProductGrad) -> tuple[Tensor, Tensor, Tensor]:
+def _gram_squared_norms(grad: OuterProductGrad) -> tuple[Tensor, Tensor, Tensor]:
     """``Σ_{t,s} (left_t · left_s)(right_t · right_s)``; magnitudes; largest squared factor."""
     products = _gram(at_least_float32(grad.right))
     left_gram = _gram(at_least_float32(grad.left))

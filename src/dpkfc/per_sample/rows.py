@@ -122,10 +122,10 @@ class TiedEmbeddingGrad:
 
     def _norms(self, preconditioner: LinearMap) -> tuple[Tensor, Tensor, Tensor]:
         """Squared norms, their mapped magnitudes, and the largest squared norm of a factor."""
-        head = self.head.norms_without_sum_error(preconditioner)
+        head = self.head.squared_norms_without_sum_error(preconditioner)
         rows = self.rows.squared_norms(preconditioner)
         magnitude = self.head.magnitudes().sqrt() + self.rows.magnitudes().sqrt()
-        largest = torch.stack([size.amax(1) for size in self.head.factor_norms()]).amax(0)
+        largest = torch.stack([size.amax(1) for size in self.head.squared_factor_norms()]).amax(0)
         norms = head + rows + 2 * self._cross_term(preconditioner)
         return norms, (preconditioner.gain * magnitude).square(), largest
 
