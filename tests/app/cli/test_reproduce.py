@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,7 @@ def test_the_exit_code_is_that_of_the_experiment(checkout: Path) -> None:
     assert CliRunner().invoke(app, ["reproduce", "bad"]).exit_code == 3
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.skipif(os.name == "nt", reason="needs signals of process groups")
 def test_ctrl_c_stops_the_experiment_in_its_own_time(tmp_path: Path, checkout: Path) -> None:
     source = Path(dpkfc.__path__[0]).parent
@@ -115,7 +117,11 @@ def test_ctrl_c_stops_the_experiment_in_its_own_time(tmp_path: Path, checkout: P
     assert given(process.stdout.readline())["arguments"] == ["wait", "--device", "cpu"]
     time.sleep(0.5)
     os.killpg(process.pid, signal.SIGINT)
-    assert process.stdout.read() == "stopped\n"
+    try:
+        assert process.communicate(timeout=60)[0] == "stopped\n"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     assert process.wait() == 130
 
 
