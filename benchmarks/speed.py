@@ -46,7 +46,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from experiments.common.arguments import names_among
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -55,6 +54,7 @@ from torch.utils.data import TensorDataset
 from benchmarks.workloads import WORKLOADS, Record, Workload, loss
 from dpkfc import KFC, Identity, make_private
 from dpkfc.geometry.base import Geometry
+from experiments.common.arguments import names_among
 
 CLIP = NOISE_MULTIPLIER = 1.0
 LEARNING_RATE = 0.01

@@ -7,6 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
+from dpkfc.noise.toeplitz import BandedToeplitz
 from experiments.bsr_error import experiment as bsr_error
 from experiments.bsr_error.experiment import (
     SEPARATION,
@@ -19,9 +22,6 @@ from experiments.bsr_error.experiment import (
     reproduce,
 )
 from experiments.common.options import ReproduceOptions
-from rich.console import Console
-
-from dpkfc.noise.toeplitz import BandedToeplitz
 
 STEPS = (100, 200, 500, 1000, 2000)
 REPEATED = {

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
+
 from experiments.clip_and_rate import experiment
 from experiments.clip_and_rate.experiment import (
     GridFinding,
@@ -20,7 +22,6 @@ from experiments.clip_and_rate.experiment import (
 )
 from experiments.common.digits import DigitsResult
 from experiments.common.options import ReproduceOptions
-from rich.console import Console
 
 FEW = {"steps": 3, "batch_size": 300}
 CLIPS, RATES = (0.1, 1.0, 10.0), (0.001, 0.01, 0.1, 1.0, 10.0)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from experiments.common.options import ReproduceOptions
-from experiments.demo import experiment as demo
 from rich.console import Console
 
 from dpkfc.app.workflow.demo import METHODS, Outcome
+from experiments.common.options import ReproduceOptions
+from experiments.demo import experiment as demo
 
 
 def test_over_seeds_resumed_and_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

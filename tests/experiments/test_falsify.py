@@ -11,6 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
+from scipy import stats
+from torch.utils.data import TensorDataset
+
 from experiments.common.differences import (
     PairedDifference,
     by_seed,
@@ -22,9 +26,6 @@ from experiments.common.differences import (
 from experiments.common.setting import StudyResult, StudySetting, swapped, train
 from experiments.common.study import Row, finals, tries
 from experiments.falsify.experiment import STUDY, report
-from rich.console import Console
-from scipy import stats
-from torch.utils.data import TensorDataset
 
 OUTCOMES = {"dp-sgd": 0.80, "synthetic": 0.90, "oracle": 0.92, "public": 0.92, "white noise": 0.85}
 

@@ -16,6 +16,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
+from rich.console import Console
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import dpkfc
+from dpkfc.diagnostics.step import Step
+from dpkfc.probes.probe import tensors
+from experiments.common import figures, sources
 from experiments.common.options import ReproduceOptions
 from experiments.common.sources import (
     BRIGHT,
@@ -37,15 +46,6 @@ from experiments.fig1 import experiment as fig1
 from experiments.fig2 import experiment as fig2
 from experiments.fig3 import experiment as fig3
 from experiments.fig7 import experiment as fig7
-from numpy.typing import NDArray
-from rich.console import Console
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
-
-import dpkfc
-from dpkfc.diagnostics.step import Step
-from dpkfc.probes.probe import tensors
-from experiments.common import figures, sources
 
 QUIET = Console(quiet=True)
 RECORDS, TESTS, IMAGES = 300, 20, 16

@@ -10,13 +10,13 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 import pytest
+from typer.testing import CliRunner
+
+import experiments
 from experiments.__main__ import EXPERIMENTS, app
 from experiments.bsr_error import experiment as bsr_error
 from experiments.common.options import ReproduceOptions
 from experiments.demo import experiment as demo
-from typer.testing import CliRunner
-
-import experiments
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+
+import dpkfc
 from experiments.common.digits import DigitsResult
 from experiments.common.options import ReproduceOptions
 from experiments.common.setting import StudySetting
@@ -29,9 +32,6 @@ from experiments.noise_length.experiment import (
     summary,
     train,
 )
-from rich.console import Console
-
-import dpkfc
 
 TRY = StudySetting("mnist", "dp-sgd", 0.1, epsilon=3.0, batch_size=512)
 STEPS = 20

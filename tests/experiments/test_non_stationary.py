@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from experiments.common.data.changes import CHANGES
-from experiments.common.setting import StudyResult, StudySetting, changed, train
-from experiments.common.study import Row, finals, tries
-from experiments.non_stationary.experiment import GEOMETRIES, INPUTS, STUDY, report
 from rich.console import Console
 from torch.utils.data import TensorDataset
 
 import dpkfc
 from experiments.common import setting as experiment
+from experiments.common.data.changes import CHANGES
+from experiments.common.setting import StudyResult, StudySetting, changed, train
+from experiments.common.study import Row, finals, tries
+from experiments.non_stationary.experiment import GEOMETRIES, INPUTS, STUDY, report
 
 IMAGES = torch.rand(6, 2, 28, 28, generator=torch.Generator().manual_seed(0))
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from experiments.common.options import ReproduceOptions
-from experiments.preset import experiment as preset
-from experiments.preset.experiment import PresetResult, PresetRun
 from rich.console import Console
 from torch.utils.data import TensorDataset
 
 import dpkfc
+from experiments.common.options import ReproduceOptions
+from experiments.preset import experiment as preset
+from experiments.preset.experiment import PresetResult, PresetRun
 
 
 @pytest.fixture(scope="module")

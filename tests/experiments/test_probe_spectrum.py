@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from experiments.common.setting import StudyResult, StudySetting
-from experiments.common.study import Row, finals, tries
-from experiments.probe_spectrum.experiment import KINDS, QUESTIONS, STUDY, answers, probe, report
 from rich.console import Console
 
 import dpkfc
 from dpkfc.app.readers.idx import Scaling
+from experiments.common.setting import StudyResult, StudySetting
+from experiments.common.study import Row, finals, tries
+from experiments.probe_spectrum.experiment import KINDS, QUESTIONS, STUDY, answers, probe, report
 
 
 def drawn(kind: str, alpha: float, scaling: Scaling, channels: int = 3) -> torch.Tensor:

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from experiments.common.options import ReproduceOptions
-from experiments.rescaling import experiment as rescaling
-from experiments.rescaling.experiment import NOISES, PIPELINES, RUN, error
 from rich.console import Console
 
 import dpkfc
 from dpkfc.planning.choose_noise import evaluate
+from experiments.common.options import ReproduceOptions
+from experiments.rescaling import experiment as rescaling
+from experiments.rescaling.experiment import NOISES, PIPELINES, RUN, error
 
 PIPELINE = {pipeline.name: pipeline for pipeline in PIPELINES}
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
+
+from experiments.common import study as experiment
 from experiments.common.differences import PairedDifference
 from experiments.common.options import ReproduceOptions
 from experiments.common.setting import Load, StudyResult, StudySetting
 from experiments.common.study import Follow, Row, finals, reproduce_study, tries
 from experiments.table2.experiment import ORACLE, PUBLIC, STUDY, SYNTHETIC, paper_order, report
-from rich.console import Console
-
-from experiments.common import study as experiment
 
 TASK = "pneumonia <- mnist"
 

@@ -12,6 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from torch.utils.data import TensorDataset
+
+from experiments.common import study
 from experiments.common.options import ReproduceOptions
 from experiments.common.setting import Load, StudyResult, StudySetting
 from experiments.common.study import tries
@@ -19,10 +23,6 @@ from experiments.table1 import experiment as table1
 from experiments.table5 import experiment as table5
 from experiments.table5.experiment import SEEDS, STUDY, TASKS, adopt, task_name, without_privacy
 from experiments.table5.report import Panel, Point, panel_markdown, plot_panels
-from rich.console import Console
-from torch.utils.data import TensorDataset
-
-from experiments.common import study
 
 
 def row(setting: StudySetting, accuracy: float) -> study.Row:

@@ -12,6 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
+from scipy.stats import ttest_ind
+from torch.utils.data import TensorDataset
+
+import dpkfc
+from dpkfc.app.readers.sources import NAMED
 from experiments.common.options import ReproduceOptions
 from experiments.common.setting import Load, StudyResult, StudySetting, train
 from experiments.common.study import read
@@ -34,12 +40,6 @@ from experiments.table7.findings import (
 )
 from experiments.table7.plots import surface
 from experiments.table7.report import claims_table, table7
-from rich.console import Console
-from scipy.stats import ttest_ind
-from torch.utils.data import TensorDataset
-
-import dpkfc
-from dpkfc.app.readers.sources import NAMED
 
 SMALL = Protocol(
     trials=10, records=60, validation=20, epochs=0.1, batch_size=8, probe_batch=4, epsilon=3.0

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from experiments.clip_and_rate import experiment as clip_and_rate
-from experiments.common.options import ReproduceOptions
-from experiments.common.setting import StudySetting
-from experiments.common.study import Study, finals, with_options
-from experiments.noise_length import experiment as noise_length
-from experiments.preset import experiment as preset
 from rich.console import Console
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpkfc
 from dpkfc.app.workflow import demo
+from experiments.clip_and_rate import experiment as clip_and_rate
 from experiments.common import digits, setting, sources
+from experiments.common.options import ReproduceOptions
+from experiments.common.setting import StudySetting
+from experiments.common.study import Study, finals, with_options
+from experiments.noise_length import experiment as noise_length
+from experiments.preset import experiment as preset
 
 DEVICE = "cuda:7"
 RECORDS = TensorDataset(torch.rand(40, 1, 28, 28), torch.arange(40) % 10)

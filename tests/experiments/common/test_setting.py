@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from experiments.common.setting import StudySetting, fitted, split, train
-from experiments.geometry import experiment as geometry
 from torch.utils.data import TensorDataset
 
 from experiments.common import setting as experiment
+from experiments.common.setting import StudySetting, fitted, split, train
+from experiments.geometry import experiment as geometry
 
 # One step on 60 records.
 TINY: dict[str, Any] = {"batch_size": 8, "epochs": 0.1, "epsilon": 3.0, "validation": 20}

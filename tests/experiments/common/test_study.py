@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
 from experiments.__main__ import app
+from experiments.common import study as experiment
 from experiments.common.options import ReproduceOptions
 from experiments.common.setting import Load, StudyResult, StudySetting
 from experiments.common.study import (
@@ -23,10 +27,6 @@ from experiments.common.study import (
 from experiments.correlated import experiment as correlated
 from experiments.geometry import experiment as geometry
 from experiments.table1 import experiment as table1
-from rich.console import Console
-from typer.testing import CliRunner
-
-from experiments.common import study as experiment
 
 STUDY, ARMS = geometry.STUDY, geometry.STUDY.arms
 # One step on 60 records.

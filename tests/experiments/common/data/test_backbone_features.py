@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
+
+from dpkfc.app.models.backbone import TextEncoder
+from experiments.common.data import backbone_features
 from experiments.common.data.backbone_features import (
     cached,
     image_features,
     sentence_features,
     token_features,
 )
-from torch import Tensor, nn
-
-from dpkfc.app.models.backbone import TextEncoder
-from experiments.common.data import backbone_features
 
 
 @pytest.fixture

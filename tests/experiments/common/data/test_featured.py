@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from experiments.common.data.featured import FEATURED, features_folder
 
 from experiments.common.data import featured
+from experiments.common.data.featured import FEATURED, features_folder
 
 
 @pytest.fixture

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from experiments.common.data.tfidf import fitted
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from experiments.common.data.tfidf import fitted
 
 WORDS = ["film", "good", "bad", "music", "plot", "naïve", "the", "of", "x2"]
 TEXTS = st.lists(
