@@ -253,6 +253,39 @@ def test_an_adapter_that_goes_wrong_later_is_found_at_secretly_chosen_steps(
     assert run.steps == 3
 
 
+@pytest.mark.parametrize("case", ["bfloat16", "tiny gradients"])
+def test_a_wrong_adapter_is_refused_also_where_gradients_are_small(case: str) -> None:
+    """The error allowed is relative to the gradients, not to 1."""
+    dtype = torch.bfloat16 if case == "bfloat16" else torch.float32
+    scale = 1e-2 if case == "bfloat16" else 1e-9
+
+    def step(adapter: Any) -> None:
+        registry._adapters.pop(ScaledLinear, None)
+        register_layer(ScaledLinear, LayerAdapter(adapter, params=("weight", "scale")))
+        model = network(ScaledLinear, 4).to(dtype)
+        capture = GradientCapture(model)
+        with capture.accumulating():
+            (model(torch.randn(8, 3).to(dtype)).float().square().sum() * scale).backward()
+
+    step(scaled_linear)
+    for wrong in (wrong_bias, one_sample_dropped, too_short):
+        with pytest.raises(dpkfc.PrivacyError, match="registered adapter of ScaledLinear"):
+            step(wrong)
+
+
+def test_a_record_that_is_not_finite_does_not_refuse_a_right_adapter() -> None:
+    """Whether an error is raised must not tell of a record."""
+    register_layer(ScaledLinear, LayerAdapter(scaled_linear, params=("weight", "scale")))
+    model = network(ScaledLinear, 4)
+    x = torch.randn(8, 3)
+    x[5] = float("nan")
+    capture = GradientCapture(model)
+    with capture.accumulating() as grads:
+        model(x).square().sum().backward()
+    norms = grads.take().squared_norms
+    assert norms is not None and torch.isfinite(norms).tolist() == [i != 5 for i in range(8)]
+
+
 @pytest.mark.parametrize("loss", ["declared", "unchecked"])
 def test_an_adapter_that_gives_a_forward_trains_also_through_secret_checks(
     loss: str, monkeypatch: pytest.MonkeyPatch

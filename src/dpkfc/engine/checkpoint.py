@@ -95,12 +95,12 @@ def load(path: str | os.PathLike[str], run: PrivateRun, others: dict[str, Any]) 
             f"checkpoint and call disagree about: {', '.join(sorted(unknown))}. Pass the same "
             "keyword arguments to save and load"
         )
-    resume.check_state(run, run_state)
+    plan = resume.check_state(run, run_state)
     _check_model(run.model, model)
     _check_optimizer(run.optimizer, optimizer)
     continued_before = lineage.marker(path, checkpoint_id).exists()
     # first: if what follows fails, the steps behind these weights are counted
-    resume.continue_run(run, run_state, fresh=continued_before)
+    resume.continue_run(run, run_state, plan, fresh=continued_before)
     run._checkpoints = [] if continued_before else [(path, checkpoint_id)]
     if continued_before and run.charged == run_state["step"] + run_state["lost_steps"]:
         warnings.warn(lineage.continued_before(path), stacklevel=3)

@@ -27,7 +27,7 @@ from dpkfc.engine.batch import all_equal, copied, has_rows, parts_of, pick
 from dpkfc.engine.fingerprint import EXACT, Fingerprint, difference
 from dpkfc.engine.rng_state import kept_generators
 from dpkfc.errors import PrivacyError
-from dpkfc.per_sample.base import IDENTITY_MAP, ParamKey, PreconditionerOf
+from dpkfc.per_sample.base import ParamKey, PreconditionerOf, no_preconditioner
 from dpkfc.per_sample.capture import CapturedGrads, GradientCapture, Hook
 
 ROWS = 4  # records in a trial batch
@@ -253,7 +253,7 @@ def _check_records_apart(
     rows: int,
     loss_of: LossOfBatch,
     who: str,
-    preconditioner_of: PreconditionerOf = lambda key: IDENTITY_MAP,
+    preconditioner_of: PreconditionerOf = no_preconditioner,
 ) -> None:
     """A record's gradient among others must be what it is in a batch of copies of that record.
 
@@ -316,7 +316,7 @@ def _gradients(
     capture: GradientCapture,
     inputs: Any,
     loss_of: LossOfBatch,
-    preconditioner_of: PreconditionerOf = lambda key: IDENTITY_MAP,
+    preconditioner_of: PreconditionerOf = no_preconditioner,
     seed: int = 0,
 ) -> CapturedGrads:
     """The per-sample gradients of one forward and backward; inputs and generators are kept."""

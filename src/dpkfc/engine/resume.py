@@ -48,15 +48,17 @@ def state_of(run: PrivateRun) -> dict[str, Any]:
 
 def load_state(run: PrivateRun, state: dict[str, Any]) -> None:
     """Continue with a state that does not come from a checkpoint folder."""
-    check_state(run, state)
+    plan = check_state(run, state)
     unknown = lineage.steps_here(state["run"]) is None and run._ledger is None
     seeded = "seed" in state["plan"].get("unchecked", ())
-    continue_run(run, state, fresh=unknown and not seeded)
+    continue_run(run, state, plan, fresh=unknown and not seeded)
 
 
-def continue_run(run: PrivateRun, state: dict[str, Any], fresh: bool) -> None:
-    """Take over the state; with `fresh`, mix fresh entropy into the key."""
-    plan = check_state(run, state)
+def continue_run(run: PrivateRun, state: dict[str, Any], plan: Plan, fresh: bool) -> None:
+    """Take over a state that `check_state` has accepted with this plan.
+
+    With `fresh`, mix fresh entropy into the key.
+    """
     run_id, step, lost = state["run"], state["step"], state["lost_steps"]
     own = run.charged if run_id == run.run_id else 0
     charged = max(lineage.steps_here(run_id) or 0, own)

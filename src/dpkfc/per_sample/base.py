@@ -96,6 +96,11 @@ class _IdentityMap:
 IDENTITY_MAP: LinearMap = _IdentityMap()
 
 
+def no_preconditioner(key: ParamKey) -> LinearMap:
+    """The identity, for every parameter."""
+    return IDENTITY_MAP
+
+
 class PerSampleGrad(Protocol):
     """The gradients g_i of one `ParamKey` for all samples i of a batch, in a compact form."""
 
@@ -150,7 +155,7 @@ class LayerCall:
     batch_size: int
     activations: Tensor | None  # a
     backprops: Tensor  # δ
-    preconditioner_of: PreconditionerOf = field(default=lambda key: IDENTITY_MAP)
+    preconditioner_of: PreconditionerOf = field(default=no_preconditioner)
 
     @property
     def module(self) -> nn.Module:

@@ -27,12 +27,12 @@ from torch.utils.hooks import RemovableHandle
 
 from dpkfc.errors import PrivacyError
 from dpkfc.per_sample.base import (
-    IDENTITY_MAP,
     HookedModule,
     LayerCall,
     ParamKey,
     PerSampleGrad,
     PreconditionerOf,
+    no_preconditioner,
 )
 from dpkfc.per_sample.combine import combine
 from dpkfc.per_sample.dense import DenseGrad
@@ -66,7 +66,7 @@ class CapturedGrads:
 class GradAccumulator:
     """Receives layer calls until `take`; a parameter used several times gets one gradient."""
 
-    def __init__(self, preconditioner_of: PreconditionerOf = lambda key: IDENTITY_MAP) -> None:
+    def __init__(self, preconditioner_of: PreconditionerOf = no_preconditioner) -> None:
         self._preconditioner_of = preconditioner_of
         self.clear()
 
@@ -125,7 +125,7 @@ class GradAccumulator:
 
 
 def per_sample_grads(
-    call: LayerCall, preconditioner_of: PreconditionerOf = lambda key: IDENTITY_MAP
+    call: LayerCall, preconditioner_of: PreconditionerOf = no_preconditioner
 ) -> dict[ParamKey, PerSampleGrad]:
     """The per-sample gradients of one call, by the parameters that they belong to.
 
@@ -160,6 +160,7 @@ class GradientCapture:
 
     def __init__(self, model: nn.Module, vmap_modules: Iterable[str] = ()) -> None:
         self.hooked_modules = partition(model, vmap_modules)
+        self.verify_adapters()
         self.batch_size: int | None = None  # of the forward pass under way
         # joins what needs no gradient itself to the autograd graph
         self.anchor = torch.zeros((), requires_grad=True)
@@ -198,7 +199,7 @@ class GradientCapture:
 
     @contextlib.contextmanager
     def accumulating(
-        self, preconditioner_of: PreconditionerOf = lambda key: IDENTITY_MAP
+        self, preconditioner_of: PreconditionerOf = no_preconditioner
     ) -> Iterator[GradAccumulator]:
         """Inside the block, accumulate per-sample gradients apart from those of training."""
         accumulator = GradAccumulator(preconditioner_of)

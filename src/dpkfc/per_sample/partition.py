@@ -47,7 +47,7 @@ def _walk(
     adapter, built_in = (None, True) if name in vmap_modules else adapter_for(module)
     if adapter is not None and adapter.per_sample_grads is not None:
         if own:
-            yield HookedModule(name, module, "layer", own, adapter, built_in, verified=built_in)
+            yield HookedModule(name, module, "layer", own, adapter, built_in)
         return
     has_children = any(True for _ in module.children())
     broadcast = has_children and all(p.dim() > 1 and p.shape[0] == 1 for p in own.values())
