@@ -28,6 +28,7 @@ from dpkfc.errors import PrivacyError
 
 if TYPE_CHECKING:
     from dpkfc.engine.run import PrivateRun
+    from dpkfc.planning.plan import Plan
 
 FORMAT = 5
 # the files of a checkpoint
@@ -37,15 +38,24 @@ TENSORS = "tensors.safetensors"
 
 def save(path: str | os.PathLike[str], run: PrivateRun, others: dict[str, Any]) -> None:
     """Write the directory `path`, replacing an earlier checkpoint there, and nothing else."""
-    if run.batch_open:
-        raise PrivacyError("cannot save in the middle of a batch: save after optimizer.step()")
-    state = {
+    whole = {
         "model": run.model.state_dict(),
         "optimizer": run.optimizer.state_dict(),
-        "private": run.state_dict(),
         "generators": get_generators(),
         "others": {name: thing.state_dict() for name, thing in others.items()},
     }
+    _write(path, run, whole)
+
+
+def save_run(path: str | os.PathLike[str], run: PrivateRun) -> None:
+    """Like `save`, without model, optimizer and generators, which a framework saves itself."""
+    _write(path, run, {})
+
+
+def _write(path: str | os.PathLike[str], run: PrivateRun, parts: dict[str, Any]) -> None:
+    if run.batch_open:
+        raise PrivacyError("cannot save in the middle of a batch: save after optimizer.step()")
+    state = {"private": run.state_dict(), **parts}
     tensors: dict[str, Tensor] = {}
     tree = _pack(state, tensors, "")
     path = Path(path)
@@ -70,6 +80,41 @@ def load(path: str | os.PathLike[str], run: PrivateRun, others: dict[str, Any]) 
 
     All is checked before anything changes.
     """
+    names = ("model", "optimizer", "generators", "others")
+    folder, checkpoint_id, run_state, parts = _read(path, names)
+    model, optimizer, generators, other_states = parts
+    unknown = set(others) ^ set(other_states)
+    if unknown:
+        raise ValueError(
+            f"checkpoint and call disagree about: {', '.join(sorted(unknown))}. Pass the same "
+            "keyword arguments to save and load"
+        )
+    plan = resume.check_state(run, run_state)
+    _check_model(run.model, model)
+    _check_optimizer(run.optimizer, optimizer)
+    # first: if what follows fails, the steps behind these weights are counted
+    _continue(run, folder, checkpoint_id, run_state, plan)
+    run.model.load_state_dict(model)
+    run.optimizer.load_state_dict(optimizer)
+    for name, thing in others.items():
+        thing.load_state_dict(other_states[name])
+    set_generators(generators)
+
+
+def load_run(path: str | os.PathLike[str], run: PrivateRun) -> None:
+    """Read what `save_run` wrote.
+
+    The framework loads model and optimizer. Weights of another step are refused when the run
+    continues.
+    """
+    folder, checkpoint_id, run_state, _ = _read(path, ())
+    _continue(run, folder, checkpoint_id, run_state, resume.check_state(run, run_state))
+
+
+def _read(
+    path: str | os.PathLike[str], names: tuple[str, ...]
+) -> tuple[Path, str, dict[str, Any], list[Any]]:
+    """The folder, the id of the checkpoint, the state of the run, and the named parts."""
     path = Path(path).absolute()
     if not (path / STATE).exists():
         path = _old(path)  # killed between the two renames of `_swap`
@@ -83,32 +128,21 @@ def load(path: str | os.PathLike[str], run: PrivateRun, others: dict[str, Any]) 
         raise ValueError(f"'{path}' has checkpoint format {given}; this version reads {FORMAT}")
     try:
         state, checkpoint_id = _unpack(document["state"], tensors), str(document["id"])
-        parts = [state[name] for name in ("model", "optimizer", "private", "generators", "others")]
+        return path, checkpoint_id, state["private"], [state[name] for name in names]
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise ValueError(
             f"'{path}' is not a readable checkpoint: {problem!r} is missing or damaged"
         ) from problem
-    model, optimizer, run_state, generators, other_states = parts
-    unknown = set(others) ^ set(other_states)
-    if unknown:
-        raise ValueError(
-            f"checkpoint and call disagree about: {', '.join(sorted(unknown))}. Pass the same "
-            "keyword arguments to save and load"
-        )
-    plan = resume.check_state(run, run_state)
-    _check_model(run.model, model)
-    _check_optimizer(run.optimizer, optimizer)
-    continued_before = lineage.marker(path, checkpoint_id).exists()
-    # first: if what follows fails, the steps behind these weights are counted
-    resume.continue_run(run, run_state, plan, fresh=continued_before)
-    run._checkpoints = [] if continued_before else [(path, checkpoint_id)]
-    if continued_before and run.charged == run_state["step"] + run_state["lost_steps"]:
-        warnings.warn(lineage.continued_before(path), stacklevel=3)
-    run.model.load_state_dict(model)
-    run.optimizer.load_state_dict(optimizer)
-    for name, thing in others.items():
-        thing.load_state_dict(other_states[name])
-    set_generators(generators)
+
+
+def _continue(
+    run: PrivateRun, folder: Path, checkpoint_id: str, state: dict[str, Any], plan: Plan
+) -> None:
+    continued_before = lineage.marker(folder, checkpoint_id).exists()
+    resume.continue_run(run, state, plan, fresh=continued_before)
+    run._checkpoints = [] if continued_before else [(folder, checkpoint_id)]
+    if continued_before and run.charged == state["step"] + state["lost_steps"]:
+        warnings.warn(lineage.continued_before(folder), stacklevel=4)
 
 
 def claim(folder: Path, checkpoint_id: str) -> bool | None:

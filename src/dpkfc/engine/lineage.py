@@ -11,6 +11,7 @@ fresh entropy, unless the run has a seed or a ledger.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,3 +88,20 @@ def continued_before(folder: Path) -> str:
         "epsilon does not include steps that were taken from this checkpoint elsewhere: use a "
         "ledger to count them"
     )
+
+
+def warn_unfinished(handle_id: str, planned: int) -> None:
+    """Warn that the run object `handle_id` is gone although its plan has steps left.
+
+    A loop that counts batches by another length than ``len(run.loader)`` ends too early, or too
+    early for its learning-rate schedule.
+    """
+    for run_id in [run_id for run_id, owner in _owner.items() if owner == handle_id]:
+        taken = _steps[run_id]
+        if 0 < taken < planned:
+            warnings.warn(
+                f"a private run ended after {taken} of its {planned} planned steps. Only the steps "
+                "that were taken count against the budget. If the loop counts batches itself, let "
+                "it run over len(run.loader) of them. To end a run on purpose, call run.detach()",
+                stacklevel=2,
+            )

@@ -6,7 +6,9 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -184,11 +186,47 @@ class PrivateLoader:
         yield from self.take(self._steps - self._run.charged)
 
     def take(self, steps: int) -> Iterator[Any]:
-        """The batches of the next `steps` steps."""
+        """The batches of the next `steps` steps; steps without records are taken on the way."""
+        with self._iterating(steps) as drawn:
+            for chunk, batch in drawn:
+                if chunk.of:
+                    self._run._begin_batch(chunk, batch)
+                    yield batch
+                else:
+                    self._run._take_empty_step(chunk)
+
+    def by_step(self, steps: int) -> Iterator[Iterator[Any]]:
+        """One iterator over physical batches for each of the next `steps` steps.
+
+        For loops that count steps themselves, as trainers of frameworks do: a step without records
+        is an empty iterator. Exhaust each iterator, then call optimizer.step() once.
+        """
+        with self._iterating(steps) as drawn:
+            for _, parts in groupby(drawn, key=lambda part: part[0].step):
+                yield self._physical_batches(parts)
+
+    def _physical_batches(self, parts: Iterator[tuple[Chunk, Any]]) -> Iterator[Any]:
+        for chunk, batch in parts:
+            self._run._begin_batch(chunk, batch)
+            if chunk.of:
+                yield batch
+
+    @contextmanager
+    def _iterating(self, steps: int) -> Iterator[Iterator[tuple[Chunk, Any]]]:
+        """The chunks of the next `steps` steps with their batches; None for an empty batch."""
         first, key = self._run._start_iteration()
         steps = min(steps, self._steps - first)
-        sampler = self._sampler()
         self._iteration = iteration = first, key, steps
+        try:
+            yield self._draw(first, key, steps)
+        finally:
+            # unless another iteration was begun since
+            if self._iteration is iteration:
+                self._iteration = None
+                self._run._end_iteration()
+
+    def _draw(self, first: int, key: bytes, steps: int) -> Iterator[tuple[Chunk, Any]]:
+        sampler = self._sampler()
         drawn: deque[Chunk] = deque()  # workers may run ahead
 
         def indices() -> Iterator[list[int]]:
@@ -210,21 +248,12 @@ class PrivateLoader:
         loader = DataLoader(
             dataset, batch_sampler=_Batches(indices), generator=generator, **options
         )
-        try:
-            for batch in loader:
-                self._take_empty_steps(drawn)
-                self._run._begin_batch(drawn.popleft(), batch)
-                yield batch
-            self._take_empty_steps(drawn)
-        finally:
-            # unless another iteration was begun since
-            if self._iteration is iteration:
-                self._iteration = None
-                self._run._end_iteration()
-
-    def _take_empty_steps(self, drawn: deque[Chunk]) -> None:
-        while drawn and not drawn[0].of:
-            self._run._take_empty_step(drawn.popleft())
+        for batch in loader:
+            while not drawn[0].of:
+                yield drawn.popleft(), None
+            yield drawn.popleft(), batch
+        while drawn:
+            yield drawn.popleft(), None
 
 
 class _Batches:

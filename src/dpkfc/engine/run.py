@@ -14,6 +14,7 @@ import os
 import random
 import uuid
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -118,6 +119,9 @@ class PrivateRun:
         self._salt = b""
         self.run_id, self._handle_id, self._pid = uuid.uuid4().hex, uuid.uuid4().hex, os.getpid()
         lineage.own(self.run_id, self._handle_id, 0)
+        self._unfinished = weakref.finalize(
+            self, lineage.warn_unfinished, self._handle_id, plan.steps
+        )
         # checkpoints that hold the present key: to be claimed before the next step
         self._checkpoints: list[tuple[Path, str]] = []
         # what the weights must be at the next step; None: not compared
@@ -223,6 +227,7 @@ class PrivateRun:
         """Remove all hooks. Trained weights stay, and the budget that was spent stays spent."""
         self._drop_batch()
         self.detached = True
+        self._unfinished.detach()
         self._capture.remove()
         for hook in self._hooks:
             hook.remove()
@@ -241,7 +246,7 @@ class PrivateRun:
         for folder, claimed in self._claim_checkpoints():
             if not claimed:
                 self._key = lineage.fresh_key(self._key)
-                warnings.warn(lineage.continued_before(folder), stacklevel=4)
+                warnings.warn(lineage.continued_before(folder), stacklevel=6)
         foreign.iteration_starts(self)
         return self.charged, self._key
 
@@ -255,6 +260,7 @@ class PrivateRun:
             self._drop_batch()
             self._begin_step(chunk.step)
         else:
+            self._absorb()  # a loop need not call step() between the parts of a batch
             guards.same_learning_rates(self._batch.rates_at_partial_step, self._learning_rates())
         self._batch.chunk = chunk
         if self._check_due and self._loss is not None and chunk.rows:
