@@ -1,0 +1,503 @@
+"""Private training inside Hugging Face's `Trainer` and its subclasses.
+
+    trainer = PrivateTrainer(model, args, train_dataset=..., privacy={"epsilon": 3, "delta": 1e-5})
+    trainer.train()
+
+The Trainer keeps its own loop: schedules, evaluation, logging, callbacks, checkpoints. Three things
+are replaced. The batches come from `run.loader`, one logical batch per optimizer step. The loss is
+a mean over records. Gradients are clipped and noised inside ``optimizer.step()``, as in any loop.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer
+from transformers.data.data_collator import DataCollatorWithFlattening
+
+from dpkfc.engine import checkpoint
+from dpkfc.engine.batch import parts_of
+from dpkfc.engine.loader import read_source
+from dpkfc.engine.make_private import make_private
+from dpkfc.engine.rng_state import kept_generators
+from dpkfc.engine.run import PrivateRun
+from dpkfc.errors import PrivacyError
+from dpkfc.losses import mean_over_records
+
+log = logging.getLogger(__name__)
+
+IGNORED = -100  # the label of positions without a loss
+STATE_FOLDER = "dpkfc"  # in each checkpoint of the Trainer
+DEFAULT_MAX_GRAD_NORM = 1.0  # of TrainingArguments
+TRIED_RECORDS = 16  # until one is found that has labels
+SAME_LOSS = 1e-2  # relative difference of two ways to compute one loss, also in bfloat16
+
+# arguments of make_private that the Trainer's own arguments decide
+OWNED = {
+    "model": "model=",
+    "optimizer": "optimizers= or TrainingArguments",
+    "dataset": "train_dataset=",
+    "loss": "the method record_loss",
+    "epochs": "num_train_epochs",
+    "steps": "max_steps",
+    "batch_size": "per_device_train_batch_size and gradient_accumulation_steps",
+    "max_physical_batch_size": "per_device_train_batch_size",
+}
+# methods of these modules compute a mean over all tokens of a batch, which is replaced
+REPLACED_LOSSES = ("transformers.trainer", "trl.trainer.sft_trainer")
+
+
+class PrivateTrainer(Trainer):  # type: ignore[misc]
+    """A `Trainer` that trains with differential privacy.
+
+    Also a mixin for subclasses: ``class PrivateSFTTrainer(PrivateTrainer, SFTTrainer): pass``.
+
+    Args:
+        privacy: the arguments of `dpkfc.make_private` that concern privacy, by their names:
+            epsilon, delta, noise_multiplier, clip, geometry, noise, records, ledger, seed, options.
+        args, kwargs: those of the Trainer.
+
+    The logical batch has an expected size of per_device_train_batch_size ×
+    gradient_accumulation_steps records; at most per_device_train_batch_size of them are in memory
+    at a time. ``max_steps`` and ``num_train_epochs`` count as without privacy.
+
+    Attributes:
+        run: the private run, from the beginning of `train` on.
+
+    **Guarantee.** That of `make_private` for the records of `train_dataset`: the weights, and all
+    that is logged or saved without "not_private" in its name, are (ε, δ)-differentially private.
+    Evaluation on other records is not concerned. What is logged as "loss_not_private" is exact.
+    """
+
+    def __init__(self, *args: Any, privacy: Mapping[str, Any], **kwargs: Any) -> None:
+        self.privacy = _checked_privacy(privacy)
+        self.run: PrivateRun | None = None
+        super().__init__(*args, **kwargs)
+        _check_settings(self.args, self.data_collator)
+        if self.args.max_grad_norm == DEFAULT_MAX_GRAD_NORM:
+            log.info(
+                "max_grad_norm is not used: the gradient of each record is clipped to "
+                f"clip={self.privacy.get('clip', 1.0)} of privacy="
+            )
+        self._steps: Iterator[Iterator[Any]] = iter(())
+        # for token losses: do the logits of a position predict the label of the next one?
+        self._shifted: bool | None = None
+
+    # -- the loss
+
+    def record_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """The loss of a batch: the mean over its records of each record's own loss.
+
+        Override it for a loss of your own, or override `compute_loss` as in any Trainer. Either is
+        tried on a few records before any budget is spent.
+        """
+        inputs = dict(inputs)
+        if type(self).compute_loss.__module__ not in REPLACED_LOSSES:
+            return self.compute_loss(model, inputs)
+        labels = inputs.get("labels")
+        if self.compute_loss_func is not None:
+            inputs.pop("labels", None)
+            return self.compute_loss_func(model(**inputs), labels, num_items_in_batch=None)
+        smoothing = self.args.label_smoothing_factor
+        if self._shifted is not None:
+            inputs = _without_labels(model, inputs)
+            return token_loss(_logits(model(**inputs)), labels, self._shifted, smoothing)
+        if smoothing and labels is not None:
+            inputs.pop("labels")
+            return F.cross_entropy(_logits(model(**inputs)), labels, label_smoothing=smoothing)
+        return _own_loss(model(**inputs))
+
+    def _declared_loss(self, model: nn.Module, batch: Any) -> Tensor:
+        with self.compute_loss_context_manager():
+            return self.record_loss(model, self._prepare_inputs(batch))
+
+    # -- the run
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, Any]:
+        """Model, optimizer and weights are complete afterwards: make the run."""
+        if self.run is not None:
+            _check_again(self.run, resume_from_checkpoint, self.privacy.get("ledger"))
+            self.run.detach()
+        model, train_dataloader = super()._prepare_for_training(
+            max_steps, train_dataloader, resume_from_checkpoint
+        )
+        if model is not self.model:
+            raise PrivacyError(
+                f"the Trainer wraps the model in {type(model).__name__}, so its layers cannot be "
+                "captured: train on one device, without torch_compile"
+            )
+        self._shifted = self._choose_token_loss(model)
+        self.run = make_private(
+            model,
+            getattr(self.optimizer, "optimizer", self.optimizer),
+            self._records,
+            loss=self._declared_loss,
+            steps=max_steps,
+            batch_size=self.get_total_train_batch_size(self.args),
+            max_physical_batch_size=self.args.per_device_train_batch_size,
+            **self.privacy,
+        )
+        if resume_from_checkpoint is not None:
+            _load_run(Path(resume_from_checkpoint) / STATE_FOLDER, self.run)
+        self._steps = self.run.loader.by_step(max_steps)
+        return model, train_dataloader
+
+    def _choose_token_loss(self, model: nn.Module) -> bool | None:
+        """How the labels of tokens are aligned; None if the model's own loss can be used.
+
+        For one record alone, the mean over its tokens is the loss that the model itself returns. So
+        the alignment is the one that agrees with the model.
+        """
+        custom = type(self).compute_loss.__module__ not in REPLACED_LOSSES
+        if custom or self.compute_loss_func is not None:
+            return None
+        batch = self._one_labelled_record()
+        if batch is None:
+            return None
+        was_training = model.training
+        model.eval()
+        try:
+            with kept_generators(0), torch.no_grad(), self.compute_loss_context_manager():
+                return _alignment(model, self._prepare_inputs(batch))
+        finally:
+            model.train(was_training)
+
+    def _one_labelled_record(self) -> dict[str, Any] | None:
+        """A batch of one record with a label per token; None if labels are not of that kind."""
+        source = read_source(self._records)
+        collate = source.options["collate_fn"]
+        for index in range(min(TRIED_RECORDS, len(source))):
+            with kept_generators(index):
+                batch = collate([source.dataset[index]])
+            labels = batch.get("labels") if isinstance(batch, Mapping) else None
+            if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_floating_point():
+                return None
+            if int((labels[:, 1:] != IGNORED).sum()) > 0:
+                return dict(batch)
+        raise ValueError(
+            f"none of the first {TRIED_RECORDS} records has a label to learn from (all are "
+            f"{IGNORED}): check the data set and data_collator"
+        )
+
+    # -- the Trainer's loop
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Positions that the Trainer counts; `get_batch_samples` draws the batches themselves."""
+        self._records = super().get_train_dataloader()
+        per_epoch = math.ceil(self._public_records() / self.get_total_train_batch_size(self.args))
+        positions = range(per_epoch * self.args.gradient_accumulation_steps)
+        # a generator of its own: the global one is not used
+        return DataLoader(positions, batch_size=1, generator=torch.Generator())  # type: ignore[arg-type]
+
+    def _public_records(self) -> int:
+        records = self.privacy.get("records")
+        return len(self._records.dataset) if records is None else int(records)
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """The public number of records for training."""
+        if isinstance(dataloader.dataset, range):
+            return self._public_records()
+        return int(super().num_examples(dataloader))
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
+    ) -> tuple[list[Iterator[Any]], None]:
+        """The logical batch of one optimizer step, in as many parts as the Trainer counts.
+
+        The first part holds all physical batches, the others none.
+        """
+        positions = list(islice(epoch_iterator, num_batches))
+        batch = next(self._steps, None) if positions else None
+        if batch is None:
+            return [], None
+        return [batch, *(iter(()) for _ in positions[1:])], None
+
+    def training_step(
+        self, model: nn.Module, inputs: Iterator[Any], num_items_in_batch: None = None
+    ) -> Tensor:
+        """Gradients of all physical batches of `inputs`; returns the loss, which is not private."""
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        records = 0
+        total = torch.zeros((), device=self.args.device)
+        for batch in inputs:
+            loss = self._declared_loss(model, batch)
+            loss.backward()
+            rows = len(parts_of(batch)[0])
+            records += rows
+            total += loss.detach() * rows
+        return total / max(1, records)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not counted: it would reveal the exact number of tokens."""
+        return 0
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Nothing: each record was clipped on its own."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
+        """Nothing: the private gradient exists only within optimizer.step()."""
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.run is not None
+        self._steps.close()  # type: ignore[attr-defined]
+        taken, planned = self.run.charged, self.run.plan.steps
+        if taken < planned:
+            log.warning(
+                f"training ended after {taken} of {planned} planned private steps, at epsilon = "
+                f"{_rounded_up(self.run.epsilon())}"
+            )
+        output = super()._finalize_training(*args, **kwargs)
+        self.run.detach()
+        return output
+
+    # -- what is written
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """With epsilon. Losses of the private records are called what they are."""
+        for name in ("loss", "train_loss"):
+            if name in logs:
+                logs[f"{name}_not_private"] = logs.pop(name)
+        if self.run is not None:
+            logs["epsilon"] = _rounded_up(self.run.epsilon())
+        super().log(logs, start_time)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """The Trainer's card with a section on privacy."""
+        super().create_model_card(*args, **kwargs)
+        card = Path(self.args.output_dir) / "README.md"
+        if self.run is not None and card.exists():
+            card.write_text(f"{card.read_text()}\n{privacy_section(self.run)}", encoding="utf-8")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        assert self.run is not None
+        checkpoint.save_run(Path(output_dir) / STATE_FOLDER, self.run)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: every try would spend the budget again."""
+        raise PrivacyError(
+            "hyperparameter_search trains many times on the private records, and each time spends "
+            "the budget again. Use dpkfc.tuning.tune_privately, or search on public data"
+        )
+
+
+# -- losses
+
+
+def token_loss(logits: Tensor, labels: Tensor, shifted: bool, smoothing: float = 0.0) -> Tensor:
+    """Cross-entropy averaged over each record's own tokens, then over the records.
+
+    Args:
+        logits: [batch, length, classes].
+        labels: [batch, length]; -100 where a position does not count. If shorter than the logits,
+            they belong to the last positions, as with prompt tuning.
+        shifted: the logits of a position predict the label of the next one.
+        smoothing: of the labels, between 0 and 1.
+
+    **Guarantee.** The weight of a record depends on no other record.
+
+    >>> logits = torch.zeros(2, 3, 4)
+    >>> labels = torch.tensor([[1, 2, 3], [1, -100, -100]])
+    >>> round(float(token_loss(logits, labels, shifted=False)), 4)
+    1.3863
+    """
+    labels = F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORED)
+    if shifted:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    losses = F.cross_entropy(
+        logits.flatten(0, 1).float(),
+        labels.flatten(),
+        ignore_index=IGNORED,
+        reduction="none",
+        label_smoothing=smoothing,
+    )
+    return mean_over_records(losses.view_as(labels), labels != IGNORED)
+
+
+def _alignment(model: nn.Module, inputs: dict[str, Any]) -> bool | None:
+    """See `PrivateTrainer._choose_token_loss`; `inputs` is one record."""
+    labels = inputs["labels"]
+    own = float(_own_loss(model(**inputs)))
+    logits = _logits(model(**_without_labels(model, inputs)))
+    if logits.dim() != labels.dim() + 1:
+        return None
+    losses = {shifted: float(token_loss(logits, labels, shifted)) for shifted in (True, False)}
+    for shifted, loss in losses.items():
+        if math.isclose(loss, own, rel_tol=SAME_LOSS):
+            return shifted
+    raise ValueError(
+        f"{type(model).__name__} has a label per token, but its loss of one record ({own:.4g}) is "
+        f"not the mean over the record's tokens ({losses[True]:.4g} with shifted labels, "
+        f"{losses[False]:.4g} without). Define the loss of a batch as a mean over records: "
+        "override record_loss(model, inputs) of PrivateTrainer. The auxiliary loss of a mixture of "
+        "experts mixes the records: set output_router_logits=False in the config"
+    )
+
+
+def _without_labels(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs for logits alone; a decoder that is fed the shifted labels still gets them."""
+    inputs = dict(inputs)
+    labels = inputs.pop("labels")
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if shift is not None and "decoder_input_ids" not in inputs:
+        inputs["decoder_input_ids"] = shift(labels=labels)
+    return inputs
+
+
+def _logits(outputs: Any) -> Tensor:
+    logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
+    assert isinstance(logits, Tensor)
+    return logits
+
+
+def _own_loss(outputs: Any) -> Tensor:
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
+    if not isinstance(loss, Tensor):
+        raise ValueError(
+            "the model returned no loss: the data set needs a column of labels that the model "
+            "knows (remove_unused_columns drops others), or override record_loss(model, inputs)"
+        )
+    return loss
+
+
+# -- what is refused
+
+
+def _checked_privacy(privacy: Any) -> dict[str, Any]:
+    if not isinstance(privacy, Mapping):
+        raise TypeError(
+            'privacy= is a dict of arguments of make_private, such as {"epsilon": 3, "delta": '
+            f"1e-5}}, not {type(privacy).__name__}"
+        )
+    allowed = [name for name in inspect.signature(make_private).parameters if name not in OWNED]
+    for name in privacy:
+        if name in OWNED:
+            raise ValueError(f"privacy: {name} is decided by {OWNED[name]} of the Trainer")
+        if name not in allowed:
+            nearest = difflib.get_close_matches(name, allowed, n=1)
+            hint = f" Did you mean {nearest[0]}?" if nearest else ""
+            raise ValueError(f"privacy: unknown {name!r}.{hint} Known: {', '.join(allowed)}")
+    return dict(privacy)
+
+
+# setting of TrainingArguments or SFTConfig, whether its value is refused, and why
+_REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "max_grad_norm",
+        lambda value: value not in (None, 0, DEFAULT_MAX_GRAD_NORM),
+        'each record is clipped instead: write privacy={"clip": ...} and leave it out',
+    ),
+    ("fp16", bool, "its loss scaling is not supported here: use bf16"),
+    ("auto_find_batch_size", bool, "it repeats steps with other batches"),
+    ("torch_compile", bool, "the layers of a compiled model cannot be captured"),
+    ("deepspeed", bool, "train in one process"),
+    ("fsdp", bool, "train in one process"),
+    ("use_liger_kernel", bool, "the layers of fused kernels cannot be captured"),
+    (
+        "neftune_noise_alpha",
+        lambda value: value is not None,
+        "its noise depends on the longest record of a batch",
+    ),
+    (
+        "include_num_input_tokens_seen",
+        lambda value: value not in (False, None, "no"),
+        "the exact number of tokens would be published",
+    ),
+    (
+        "hub_strategy",
+        lambda value: "checkpoint" in str(getattr(value, "value", value)),
+        "checkpoints hold the keys of future noise: upload the model alone (every_save, end)",
+    ),
+    (
+        "optim",
+        lambda value: any(kind in str(value) for kind in ("lomo", "layerwise")),
+        "it updates weights during backward(), before clipping and noise",
+    ),
+    # of TRL's SFTConfig
+    ("packing", bool, "a row would hold several records, and a record several rows"),
+    ("padding_free", bool, "it joins all records of a batch into one row"),
+    ("activation_offloading", bool, "not supported here: use a smaller batch size per device"),
+    ("loss_type", lambda value: value not in (None, "nll"), "only 'nll' is supported"),
+)
+
+
+def _check_settings(args: Any, data_collator: Any) -> None:
+    """Refuse settings that privacy replaces or forbids."""
+    for name, refused, why in _REFUSED:
+        value = getattr(args, name, None)
+        if refused(value):
+            raise ValueError(f"{name}={value!r} cannot be used in a private Trainer: {why}")
+    if isinstance(data_collator, DataCollatorWithFlattening):
+        raise ValueError(
+            "DataCollatorWithFlattening joins all records of a batch into one row: use "
+            "DataCollatorWithPadding"
+        )
+
+
+def _check_again(run: PrivateRun, resume_from_checkpoint: str | None, ledger: Any) -> None:
+    """A second `train` spends the budget a second time, unless it continues the first."""
+    if run.charged and resume_from_checkpoint is None and ledger is None:
+        raise PrivacyError(
+            f"this Trainer has trained already, and spent epsilon = {_rounded_up(run.epsilon())}: "
+            "training again on the same records adds to it. Continue with "
+            'resume_from_checkpoint, or give a ledger (privacy={"ledger": dpkfc.Ledger(...)}), '
+            "which adds up all runs"
+        )
+
+
+def _load_run(folder: Path, run: PrivateRun) -> None:
+    if not folder.is_dir():
+        raise PrivacyError(
+            f"'{folder.parent}' holds no state of a private run, so the steps behind its weights "
+            "would not be counted. Resume from a checkpoint that PrivateTrainer has saved with "
+            "save_only_model=False"
+        )
+    checkpoint.load_run(folder, run)
+    lost = run.charged - run.steps
+    if lost:
+        log.warning(
+            f"{lost} steps after '{folder.parent}' were lost with their process. They stay "
+            f"charged, so training ends {lost} steps before the planned {run.plan.steps}"
+        )
+
+
+# -- what is said
+
+
+def _rounded_up(epsilon: float) -> float:
+    return math.ceil(epsilon * 1e4) / 1e4
+
+
+def privacy_section(run: PrivateRun) -> str:
+    """The section of a model card that states the guarantee."""
+    rows = [
+        ("spent", f"epsilon = {_rounded_up(run.epsilon())} after {run.charged} steps"),
+        *run.plan.statement(),
+    ]
+    lines = [
+        "## Differential privacy",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in rows),
+        "",
+        "Training losses are exact functions of the private records and are not covered.",
+        "",
+    ]
+    return os.linesep.join(lines)
