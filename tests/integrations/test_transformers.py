@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
+import tokenizers
 import torch
 import transformers
+import trl
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainingArguments
@@ -545,6 +549,114 @@ def test_a_killed_training_resumes_and_its_lost_steps_stay_charged(tmp_path: Pat
     assert run is not None and (run.steps, run.charged) == (6, 8)
     assert trainer.state.global_step == 6
     assert ledger.epsilon(PRIVACY["delta"]) == pytest.approx(run.plan.epsilon(8))
+
+
+# -- TRL
+
+
+class PrivateSFTTrainer(PrivateTrainer, trl.SFTTrainer):
+    pass
+
+
+def sentences(count: int = N) -> datasets.Dataset:
+    chosen = random.Random(0)
+    texts = [chosen.choices(WORDS[3:], k=2 + index % 6) for index in range(N - 1)]
+    texts.append([WORDS[-1]] * 14)
+    return datasets.Dataset.from_list([{"text": " ".join(text)} for text in texts[:count]])
+
+
+WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{index}" for index in range(VOCABULARY - 3))]
+
+
+def tokenizer() -> Any:
+    ids = {word: index for index, word in enumerate(WORDS)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
+
+
+def sft_trainer(
+    folder: Path,
+    data: Any,
+    privacy: dict[str, Any] | None = None,
+    callbacks: list[TrainerCallback] | None = None,
+    **changed: Any,
+) -> PrivateSFTTrainer:
+    usual = {
+        "per_device_train_batch_size": 4,
+        "max_steps": 6,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+    }
+    model = language_model()
+    return PrivateSFTTrainer(
+        model=model,
+        args=trl.SFTConfig(output_dir=str(folder), **{**usual, **changed}),
+        train_dataset=data,
+        processing_class=tokenizer(),
+        privacy={**PRIVACY, **(privacy or {})},
+        optimizers=adamw(model),
+        callbacks=callbacks,
+    )
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_sft_is_bit_identical_to_the_plain_loop(accumulate: int, tmp_path: Path) -> None:
+    trainer = sft_trainer(tmp_path, sentences(), gradient_accumulation_steps=accumulate)
+    data = torch.utils.data.DataLoader(
+        trainer.train_dataset.select_columns(["input_ids", "labels"]),
+        collate_fn=trainer.data_collator,
+        batch_size=4,
+    )
+    want, epsilon = plain_loop(language_model(), data, adamw, False, 4 * accumulate, 4)
+    trainer.train()
+    assert trainer.run is not None and trainer.run.epsilon() == epsilon
+    assert torch.equal(weights(trainer.model), want)
+
+
+def test_sft_on_neighbouring_data_sets_differs_by_at_most_the_clip(tmp_path: Path) -> None:
+    sums = []
+    for count in (N, N - 1):
+        seen = Sums()
+        settings = {"per_device_train_batch_size": N, "max_steps": 1}
+        privacy = {"records": N}
+        trainer = sft_trainer(tmp_path, sentences(count), privacy, [seen], **settings)
+        seen.trainer = trainer
+        trainer.train()
+        sums += seen.steps
+    assert 0.1 < float((sums[0] - sums[1]).norm()) / CLIP <= 1 + 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"packing": True, "max_length": 16}, "several records"),
+        ({"padding_free": True, "max_length": None}, "into one row"),
+        ({"loss_type": "dft"}, "only 'nll'"),
+    ],
+)
+def test_sft_settings_that_join_records_are_refused(
+    changed: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        sft_trainer(tmp_path, sentences(), **changed)
+
+
+def test_the_auxiliary_loss_of_experts_is_refused(tmp_path: Path) -> None:
+    config = transformers.MixtralConfig(
+        **{**SIZES, "num_hidden_layers": 1},
+        num_key_value_heads=1,
+        num_local_experts=2,
+        output_router_logits=True,
+    )
+    with pytest.raises(ValueError, match="auxiliary loss"):
+        trainer_of(tmp_path, transformers.MixtralForCausalLM(config), Texts(True))
 
 
 # -- evaluation, logs, the model card

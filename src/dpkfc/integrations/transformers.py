@@ -18,11 +18,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.data.data_collator import DataCollatorWithFlattening
@@ -42,7 +43,8 @@ IGNORED = -100  # the label of positions without a loss
 STATE_FOLDER = "dpkfc"  # in each checkpoint of the Trainer
 DEFAULT_MAX_GRAD_NORM = 1.0  # of TrainingArguments
 TRIED_RECORDS = 16  # until one is found that has labels
-SAME_LOSS = 1e-2  # relative difference of two ways to compute one loss, also in bfloat16
+# relative difference of two ways to compute one loss, in float32 and in bfloat16
+SAME_LOSS, SAME_HALF_LOSS = 1e-4, 1e-2
 
 # arguments of make_private that the Trainer's own arguments decide
 OWNED = {
@@ -59,7 +61,7 @@ OWNED = {
 REPLACED_LOSSES = ("transformers.trainer", "trl.trainer.sft_trainer")
 
 
-class PrivateTrainer(Trainer):  # type: ignore[misc]
+class PrivateTrainer(Trainer):
     """A `Trainer` that trains with differential privacy.
 
     Also a mixin for subclasses: ``class PrivateSFTTrainer(PrivateTrainer, SFTTrainer): pass``.
@@ -85,7 +87,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         self.privacy = _checked_privacy(privacy)
         self.run: PrivateRun | None = None
         super().__init__(*args, **kwargs)
-        _check_settings(self.args, self.data_collator)
+        _check_settings(self.args, self.data_collator, self.model)
         if self.args.max_grad_norm == DEFAULT_MAX_GRAD_NORM:
             log.info(
                 "max_grad_norm is not used: the gradient of each record is clipped to "
@@ -105,17 +107,18 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         """
         inputs = dict(inputs)
         if type(self).compute_loss.__module__ not in REPLACED_LOSSES:
-            return self.compute_loss(model, inputs)
-        labels = inputs.get("labels")
+            return cast(Tensor, self.compute_loss(model, inputs))
         if self.compute_loss_func is not None:
-            inputs.pop("labels", None)
-            return self.compute_loss_func(model(**inputs), labels, num_items_in_batch=None)
+            labels = inputs.pop("labels", None)
+            value = self.compute_loss_func(model(**inputs), labels, num_items_in_batch=None)
+            return cast(Tensor, value)
         smoothing = self.args.label_smoothing_factor
         if self._shifted is not None:
-            inputs = _without_labels(model, inputs)
-            return token_loss(_logits(model(**inputs)), labels, self._shifted, smoothing)
-        if smoothing and labels is not None:
-            inputs.pop("labels")
+            labels = inputs["labels"]
+            logits = _logits(model(**_without_labels(model, inputs)))
+            return token_loss(logits, labels, self._shifted, smoothing)
+        if smoothing and "labels" in inputs:
+            labels = inputs.pop("labels")
             return F.cross_entropy(_logits(model(**inputs)), labels, label_smoothing=smoothing)
         return _own_loss(model(**inputs))
 
@@ -140,10 +143,11 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
                 f"the Trainer wraps the model in {type(model).__name__}, so its layers cannot be "
                 "captured: train on one device, without torch_compile"
             )
+        assert model is not None
         self._shifted = self._choose_token_loss(model)
         self.run = make_private(
             model,
-            getattr(self.optimizer, "optimizer", self.optimizer),
+            cast(Optimizer, getattr(self.optimizer, "optimizer", self.optimizer)),
             self._records,
             loss=self._declared_loss,
             steps=max_steps,
@@ -205,7 +209,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
 
     def _public_records(self) -> int:
         records = self.privacy.get("records")
-        return len(self._records.dataset) if records is None else int(records)
+        return len(read_source(self._records)) if records is None else int(records)
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """The public number of records for training."""
@@ -227,12 +231,12 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         return [batch, *(iter(()) for _ in positions[1:])], None
 
     def training_step(
-        self, model: nn.Module, inputs: Iterator[Any], num_items_in_batch: None = None
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
         """Gradients of all physical batches of `inputs`; returns the loss, which is not private."""
         model.train()
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
+        if callable(train := getattr(self.optimizer, "train", None)):  # schedule-free optimizers
+            train()
         records = 0
         total = torch.zeros((), device=self.args.device)
         for batch in inputs:
@@ -280,7 +284,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """The Trainer's card with a section on privacy."""
         super().create_model_card(*args, **kwargs)
-        card = Path(self.args.output_dir) / "README.md"
+        card = Path(self.args.output_dir or "") / "README.md"
         if self.run is not None and card.exists():
             card.write_text(f"{card.read_text()}\n{privacy_section(self.run)}", encoding="utf-8")
 
@@ -338,15 +342,15 @@ def _alignment(model: nn.Module, inputs: dict[str, Any]) -> bool | None:
     if logits.dim() != labels.dim() + 1:
         return None
     losses = {shifted: float(token_loss(logits, labels, shifted)) for shifted in (True, False)}
+    tolerance = SAME_LOSS if logits.dtype is torch.float32 else SAME_HALF_LOSS
     for shifted, loss in losses.items():
-        if math.isclose(loss, own, rel_tol=SAME_LOSS):
+        if math.isclose(loss, own, rel_tol=tolerance):
             return shifted
     raise ValueError(
         f"{type(model).__name__} has a label per token, but its loss of one record ({own:.4g}) is "
         f"not the mean over the record's tokens ({losses[True]:.4g} with shifted labels, "
         f"{losses[False]:.4g} without). Define the loss of a batch as a mean over records: "
-        "override record_loss(model, inputs) of PrivateTrainer. The auxiliary loss of a mixture of "
-        "experts mixes the records: set output_router_logits=False in the config"
+        "override record_loss(model, inputs) of PrivateTrainer"
     )
 
 
@@ -437,8 +441,14 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 )
 
 
-def _check_settings(args: Any, data_collator: Any) -> None:
+def _check_settings(args: Any, data_collator: Any, model: Any) -> None:
     """Refuse settings that privacy replaces or forbids."""
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise ValueError(
+            "output_router_logits=True in the model's config: the auxiliary loss of a mixture of "
+            "experts is computed from all records of a batch. Set it to False (with TRL, "
+            "router_aux_loss_coef=0)"
+        )
     for name, refused, why in _REFUSED:
         value = getattr(args, name, None)
         if refused(value):
