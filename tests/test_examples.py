@@ -33,9 +33,11 @@ EXPECTED = {
     "correlated_noise": Expected(2, 8.0, 0.7, ("sklearn",)),
     "custom_layer": Expected(1, 3.0, 0.6, ("sklearn",)),
     "lora_transformer": Expected(1, 3.0, 0.7, ("transformers", "peft")),
+    "hugging_face_trainer": Expected(1, 3.0, 0.7, ("transformers", "accelerate")),
     "mnist_cnn": Expected(2, 3.0, 0.5, ("sklearn",)),
     "own_csv": Expected(1, 2.0, 0.75, ()),
     "public_tuning": Expected(1, 3.0, 0.5, ("sklearn", "optuna")),
+    "sft_trainer": Expected(1, 8.0, 0.7, ("trl", "peft")),
 }
 
 

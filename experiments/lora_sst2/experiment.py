@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import math
 import random
 import tempfile
 import time
@@ -44,14 +45,14 @@ WIDTH = 384
 ARMS = ("LoRA", "frozen encoder")
 # learning rates to try, the most promising first, with privacy and without
 RATES = {
-    ("LoRA", True): (2e-3, 5e-3, 1e-3),
+    ("LoRA", True): (1e-2, 5e-3, 2e-2),
     ("LoRA", False): (1e-3, 2e-3, 5e-4),
     ("frozen encoder", True): (0.03, 0.1, 0.01),
     ("frozen encoder", False): (0.01, 0.03, 0.003),
 }
-# (expected) batch size and steps: as many sentences in all, since noise asks for large batches
+# (expected) batch size and steps; noise asks for large batches
 LENGTH = {
-    ("LoRA", True): (512, 50),
+    ("LoRA", True): (768, 50),
     ("LoRA", False): (64, 400),
     ("frozen encoder", True): (1024, 300),
     ("frozen encoder", False): (256, 1200),
@@ -181,7 +182,7 @@ def pooled(encoder: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Ten
     states = encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
     mask = attention_mask.unsqueeze(2)
     mean: Tensor = (states * mask).sum(1) / mask.sum(1)
-    return WIDTH**0.5 * F.normalize(mean.float(), dim=1)
+    return math.sqrt(WIDTH) * F.normalize(mean.float(), dim=1)
 
 
 def encoder() -> nn.Module:
@@ -194,7 +195,7 @@ def encoder() -> nn.Module:
 def with_lora() -> nn.Module:
     import peft
 
-    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["query", "value"])
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["query", "value"])
     return Classifier(peft.get_peft_model(encoder(), config))
 
 
