@@ -47,6 +47,7 @@ EXPERIMENTS = {
     "correlated": Entry("correlated", "independent and correlated noise on FashionMNIST"),
     "bsr-error": Entry("bsr_error", "the error of correlated noise: tables and a figure"),
     "rescaling": Entry("rescaling", "correlated noise through optimizers that rescale it"),
+    "lora-sst2": Entry("lora_sst2", "LoRA on SST-2 inside Hugging Face's Trainer"),
     "preset": Entry("preset", "accuracy of the preset, without private tuning"),
     "noise-length": Entry("noise_length", "best learning rates and best noise lengths"),
     "clip-and-rate": Entry("clip_and_rate", "clip and learning rate on small digits"),

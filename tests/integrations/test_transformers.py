@@ -434,6 +434,7 @@ def test_a_loss_that_is_no_mean_over_tokens_asks_for_record_loss(tmp_path: Path)
         ({"max_grad_norm": 0.3}, r'privacy=\{"clip"'),
         ({"auto_find_batch_size": True}, "repeats steps"),
         ({"torch_compile": True}, "compiled model"),
+        ({"enable_jit_checkpoint": True}, "middle of a batch"),
         ({"neftune_noise_alpha": 0.1}, "longest record"),
         ({"include_num_input_tokens_seen": "all"}, "number of tokens"),
         ({"hub_strategy": "all_checkpoints"}, "keys of future noise"),
@@ -686,6 +687,16 @@ def test_evaluation_early_stopping_and_the_best_model(tmp_path: Path) -> None:
     best = trainer.state.best_metric
     assert trainer.evaluate()["eval_loss"] == pytest.approx(best)
     assert trainer.run.epsilon() < trainer.run.plan.epsilon(12)
+
+
+def test_evaluation_on_the_private_records_is_not_private_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = Texts(False)
+    PrivateTrainer(
+        classifier(), arguments(tmp_path), train_dataset=data, eval_dataset=data, privacy=PRIVACY
+    )
+    assert "metrics are exact, not private" in caplog.text
 
 
 def test_what_is_logged_and_the_model_card(

@@ -93,6 +93,11 @@ class PrivateTrainer(Trainer):
                 "max_grad_norm is not used: the gradient of each record is clipped to "
                 f"clip={self.privacy.get('clip', 1.0)} of privacy="
             )
+        if self.eval_dataset is not None and self.eval_dataset is self.train_dataset:
+            log.warning(
+                "eval_dataset is the private train_dataset: its metrics are exact, not private, "
+                "and so is every choice that follows from them"
+            )
         self._steps: Iterator[Iterator[Any]] = iter(())
         # for token losses: do the logits of a position predict the label of the next one?
         self._shifted: bool | None = None
@@ -409,6 +414,7 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("fp16", bool, "its loss scaling is not supported here: use bf16"),
     ("auto_find_batch_size", bool, "it repeats steps with other batches"),
+    ("enable_jit_checkpoint", bool, "it saves in the middle of a batch: use save_steps"),
     ("torch_compile", bool, "the layers of a compiled model cannot be captured"),
     ("deepspeed", bool, "train in one process"),
     ("fsdp", bool, "train in one process"),
