@@ -16,7 +16,7 @@ plain model: the hooks do nothing in it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from dpkfc.errors import PrivacyError
+from dpkfc.errors import CaptureError, PrivacyError
 from dpkfc.per_sample.base import (
     HookedModule,
     LayerCall,
@@ -159,8 +159,10 @@ class GradientCapture:
     """The hooks on a model. Events are delivered to the innermost receiver."""
 
     def __init__(self, model: nn.Module, vmap_modules: Iterable[str] = ()) -> None:
-        self.hooked_modules = partition(model, vmap_modules)
+        self.vmap_modules = tuple(vmap_modules)
+        self.hooked_modules = partition(model, self.vmap_modules)
         self.verify_adapters()
+        self._active_modules: Sequence[HookedModule] = self.hooked_modules
         self.batch_size: int | None = None  # of the forward pass under way
         # joins what needs no gradient itself to the autograd graph
         self.anchor = torch.zeros((), requires_grad=True)
@@ -206,6 +208,28 @@ class GradientCapture:
         with self.delivering_to(accumulator):
             yield accumulator
 
+    @contextlib.contextmanager
+    def suspended(self, except_for: HookedModule | None = None) -> Iterator[None]:
+        """Inside the block, the model is the plain model, `except_for` one module.
+
+        Take gradients with `torch.autograd.grad`: `backward` would be refused.
+        """
+        before = self._active_modules, self.batch_size
+        self._active_modules = [hooked for hooked in [except_for] if hooked is not None]
+        try:
+            yield
+        finally:
+            self._active_modules, self.batch_size = before
+
+    def owners(self, params: Iterable[nn.Parameter]) -> list[str]:
+        """Names of the hooked modules that account for these parameters."""
+        wanted = {id(p) for p in params}
+        return [
+            hooked.name
+            for hooked in self.hooked_modules
+            if any(id(p) in wanted for p in hooked.params.values())
+        ]
+
     def reuse_workspaces(self) -> None:
         """All per-sample gradients captured so far are no longer needed: reuse their memory."""
         for hooked in self.hooked_modules:
@@ -229,7 +253,7 @@ class GradientCapture:
     # -- events
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not self._active_modules:
             return
         leaves = tree_leaves((args, kwargs))
         sizes = [x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim()]
@@ -244,8 +268,25 @@ class GradientCapture:
                 "backward(create_graph=True) is not supported: a private gradient has no second "
                 "derivative"
             )
-        if self._receivers:
+        if not self._receivers:
+            return
+        try:
             self._receivers[-1].receive(call)
+        except PrivacyError:
+            raise
+        except Exception as problem:
+            raise CaptureError(
+                f"the per-sample gradients of module '{call.hooked.name}' "
+                f"({type(call.module).__name__}) cannot be computed: {problem}. Freeze it, or name "
+                "the module that calls it in Options(vmap_modules=[...])",
+                call.hooked.name,
+            ) from problem
+
+    def _trainable(self, hooked: HookedModule) -> dict[str, nn.Parameter]:
+        active = self._active_modules is self.hooked_modules or hooked in self._active_modules
+        if not torch.is_grad_enabled() or not active:
+            return {}
+        return {name: p for name, p in hooked.params.items() if p.requires_grad}
 
     def _attach(self, hooked: HookedModule) -> None:
         module = hooked.module
@@ -275,20 +316,21 @@ class GradientCapture:
     def _before_layer(
         self, hooked: HookedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        trainable = _trainable(hooked)
+        trainable = self._trainable(hooked)
         hooked.lent.append(trainable)
         for p in trainable.values():
             p.requires_grad_(False)
         if not trainable:
             return None
-        x, batch = _first_input(args, kwargs), self._require_batch_size(hooked)
+        x, batch = _first_input(hooked, args, kwargs), self._require_batch_size(hooked)
         if x.dim() == 0 or (x.shape[0] % batch and x.shape[0] != 1):
-            raise PrivacyError(
+            raise CaptureError(
                 f"module '{hooked.name}' got an input of shape {list(x.shape)} in a batch of "
                 f"{batch} samples: its first dimension must hold the samples. Use "
                 "batch_first=True, or keep the batch in front when reshaping. If the module "
                 "computes something that all samples share, such as relative positions, freeze it, "
-                "or name the module that calls it in Options(vmap_modules=[...])"
+                "or name the module that calls it in Options(vmap_modules=[...])",
+                hooked.name,
             )
         if x.shape[0] == 1 and batch > 1:  # one input for all samples: one copy per sample
             expanded = x.expand(batch, *x.shape[1:])
@@ -308,7 +350,7 @@ class GradientCapture:
         if not trainable or out is None:  # nothing to capture, or the forward raised
             return None
         # in a list, so that the activations are freed after backward although the graph lives on
-        holder = [_first_input(args, kwargs).detach()]
+        holder = [_first_input(hooked, args, kwargs).detach()]
         version, batch = holder[0]._version, self._require_batch_size(hooked)
 
         def received(delta: Tensor) -> None:
@@ -334,7 +376,7 @@ class GradientCapture:
     def _expand_params(
         self, hooked: HookedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        trainable = _trainable(hooked)
+        trainable = self._trainable(hooked)
         hooked.lent.append(trainable)
         for name, p in trainable.items():
             expanded = p.detach().expand(self._require_batch_size(hooked), *p.shape[1:])
@@ -354,7 +396,7 @@ class GradientCapture:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        trainable = _trainable(hooked)
+        trainable = self._trainable(hooked)
         if not trainable:
             return forward(*args, **kwargs)
         batch = self._require_batch_size(hooked)
@@ -444,12 +486,6 @@ class _Recorder:
         self.calls.append(call)
 
 
-def _trainable(hooked: HookedModule) -> dict[str, nn.Parameter]:
-    if not torch.is_grad_enabled():
-        return {}
-    return {name: p for name, p in hooked.params.items() if p.requires_grad}
-
-
 def _refuse_direct_use(p: nn.Parameter, name: str, module: str) -> RemovableHandle:
     """Autograd reaches a captured parameter only if it was used outside its module: refuse that.
 
@@ -459,10 +495,11 @@ def _refuse_direct_use(p: nn.Parameter, name: str, module: str) -> RemovableHand
 
     def refuse(p: Tensor) -> None:
         p.grad = None
-        raise PrivacyError(
+        raise CaptureError(
             f"parameter '{name}' was used outside the forward of module '{module or 'the model'}', "
             "so its gradient cannot be clipped per sample. Call the module itself, or name the "
-            "module that uses it in Options(vmap_modules=[...])"
+            "module that uses it in Options(vmap_modules=[...])",
+            module,
         )
 
     # a frozen parameter may be unfrozen later; a hook can be set only while it requires grad
@@ -473,7 +510,13 @@ def _refuse_direct_use(p: nn.Parameter, name: str, module: str) -> RemovableHand
     return handle
 
 
-def _first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    x = args[0] if args else next(iter(kwargs.values()))
-    assert isinstance(x, Tensor)
+def _first_input(hooked: HookedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    x = next(iter((*args, *kwargs.values())), None)
+    if not isinstance(x, Tensor):
+        raise CaptureError(
+            f"module '{hooked.name}' ({type(hooked.module).__name__}) was called with "
+            f"{type(x).__name__} as its first argument instead of a tensor: call it with its input "
+            "first, or name the module that calls it in Options(vmap_modules=[...])",
+            hooked.name,
+        )
     return x

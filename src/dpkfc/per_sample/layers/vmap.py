@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dpkfc.errors import PrivacyError
+from dpkfc.errors import CaptureError, PrivacyError
 from dpkfc.per_sample.base import HookedModule
 
 
@@ -98,11 +98,12 @@ def run_under_vmap(
     except PrivacyError:
         raise
     except Exception as problem:
-        raise PrivacyError(
+        raise CaptureError(
             f"module '{hooked.name}' ({type(module).__name__}) owns parameters, has no adapter, "
             f"and does not run under torch.vmap: {problem}. Build it from standard layers, move "
             "its own parameters into a submodule of their own, freeze it, or give it an adapter "
-            "with dpkfc.register_layer"
+            "with dpkfc.register_layer",
+            hooked.name,
         ) from problem
 
 
