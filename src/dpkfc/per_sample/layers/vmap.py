@@ -59,7 +59,11 @@ def run_under_vmap(
     """
     module = hooked.module
     if hooked.adapter is not None and hooked.adapter.per_sample_forward is not None:
-        return hooked.adapter.per_sample_forward(module, copies, batch_size, args, kwargs)
+        try:
+            return hooked.adapter.per_sample_forward(module, copies, batch_size, args, kwargs)
+        except PrivacyError as problem:
+            where = f"module '{hooked.name}' ({type(module).__name__})"
+            raise PrivacyError(f"{where}: {problem}") from problem
     names, tensors = list(copies), list(copies.values())
     leaves, spec = tree_flatten((args, kwargs))
     shared_mask = _shared_attention_mask(module, args, kwargs)
