@@ -107,7 +107,8 @@ def _require_rows(x: Tensor, dims: int, batch_size: int) -> None:
 
 def _by_sample(x: Tensor, batch_size: int) -> Tensor:
     """[rows, ...] to [batch, rows per sample, ...]."""
-    return x.unflatten(0, (batch_size, -1))
+    rows: Tensor = x.unflatten(0, (batch_size, -1))
+    return rows
 
 
 def _packed_like(packed: PackedSequence, out: Tensor, lengths: Tensor) -> PackedSequence:
