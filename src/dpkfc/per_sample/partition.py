@@ -3,10 +3,15 @@
 A layer with an adapter accounts for its own parameters. Parameters that a container owns itself (a
 ViT's `cls_token` and `pos_embed`) are expanded to one copy per sample if their leading size is 1,
 as in broadcasting over the batch. Any other module that owns parameters runs as a whole under vmap.
+
+Parameters of a submodule that never sees a sample belong to the module that contains it: one
+without a forward, as `nn.ParameterDict` and `nn.ParameterList`, or one whose forward takes no
+input, as a table of relative positions.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -43,14 +48,16 @@ def _walk(
     if module in seen:
         return
     seen.add(module)
-    own = {key: p for key, p in module._parameters.items() if p is not None}
+    own = _own_parameters(module)
     adapter, built_in = (None, True) if name in vmap_modules else adapter_for(module)
     if adapter is not None and adapter.per_sample_grads is not None:
         if own:
             yield HookedModule(name, module, "layer", own, adapter, built_in)
         return
     has_children = any(True for _ in module.children())
-    broadcast = has_children and all(p.dim() > 1 and p.shape[0] == 1 for p in own.values())
+    broadcast = has_children and all(
+        key in module._parameters and p.dim() > 1 and p.shape[0] == 1 for key, p in own.items()
+    )
     if name in vmap_modules or (own and not broadcast):
         seen.update(module.modules())
         params = dict(module.named_parameters())
@@ -61,3 +68,18 @@ def _walk(
     for child_name, child in module.named_children():
         child_path = f"{name}.{child_name}" if name else child_name
         yield from _walk(child, child_path, vmap_modules, seen)
+
+
+def _own_parameters(module: nn.Module, prefix: str = "") -> dict[str, nn.Parameter]:
+    """The module's own parameters, and those of its submodules that never see a sample."""
+    own = {prefix + key: p for key, p in module._parameters.items() if p is not None}
+    for name, child in module.named_children():
+        path = f"{prefix}{name}."
+        forward = getattr(type(child), "forward", None)  # a scripted module's class has none
+        if forward is nn.Module.forward:
+            own |= _own_parameters(child, path)
+        elif inspect.isfunction(forward) and list(inspect.signature(forward).parameters) == [
+            "self"
+        ]:
+            own |= {path + key: p for key, p in child.named_parameters()}
+    return own
