@@ -8,7 +8,7 @@ records in a trial: a tensor over token positions must not be taken for one over
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import peft
@@ -338,6 +338,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         ("layers.1", "visual_projection", "text_projection"),
     ),
 }
+ARCHITECTURES["Mixtral, LoRA of attention"] = replace(
+    ARCHITECTURES["Mixtral"], lora=("q_proj", "k_proj", "v_proj", "o_proj")
+)
 
 
 # -- what is trained

@@ -35,6 +35,7 @@ def capture_for(
         PrivacyError: no choice of modules passes.
     """
     chosen, first = tuple(vmap_modules), None
+    modules = set(model.modules())
     while True:
         capture = GradientCapture(model, chosen)
         try:
@@ -43,8 +44,8 @@ def capture_for(
         except CaptureError as problem:
             larger = _enlarged(model, capture, problem.modules)
             capture.remove()
-            if larger is None or set(larger) == set(chosen):
-                raise _refusal(first, problem) from problem
+            if larger is None or set(larger) == set(chosen) or set(model.modules()) != modules:
+                raise _refusal(first, problem, set(model.modules()) != modules) from problem
             first, chosen = first or problem, larger
         except BaseException:
             capture.remove()
@@ -94,7 +95,10 @@ def _similar(model: nn.Module, enclosing: str, failed: str) -> Iterable[str]:
                 yield name
 
 
-def _refusal(first: CaptureError | None, last: CaptureError) -> PrivacyError:
-    if first is None or str(first) == str(last):
-        return last
-    return PrivacyError(f"{first}. Running the module around it under vmap fails too: {last}")
+def _refusal(first: CaptureError | None, last: CaptureError, changed: bool) -> PrivacyError:
+    message = str(last)
+    if first is not None and str(first) != message:
+        message = f"{first}. Running the module around it under vmap fails too: {message}"
+    if changed:
+        message += ". The failed forward has left other modules in the model: build it again"
+    return PrivacyError(message)

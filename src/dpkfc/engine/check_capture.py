@@ -8,7 +8,7 @@ few records, before any budget is spent.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -26,11 +26,62 @@ LossOfBatch = Callable[[Any], Tensor]
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class PlainPass:
+    """Loss and gradients of the plain model, from generators that start at 0.
+
+    Parameters inside a reentrant checkpoint have no entry: autograd does not see them.
+    """
+
+    loss: Tensor
+    grads: dict[int, Tensor]  # by the parameters' ids
+
+
+def plain_pass(
+    model: nn.Module, capture: GradientCapture, inputs: Any, loss_of: LossOfBatch
+) -> PlainPass:
+    """One pass of the plain model.
+
+    Raises:
+        ValueError: it fails.
+    """
+    params = [p for p in model.parameters() if p.requires_grad]
+    with (
+        capture.suspended(),
+        kept_generators(0),
+        torch.enable_grad(),
+        # cuDNN computes no gradients of recurrent layers in evaluation mode
+        torch.backends.cudnn.flags(enabled=False),
+    ):
+        try:
+            loss = loss_of(copied(inputs))
+            grads = torch.autograd.grad(loss, params, allow_unused=True)
+        except Exception as problem:
+            if _in_words(problem):
+                raise
+            _, where = innermost_module(model, problem)
+            raise ValueError(
+                f"{where} fails on a batch of the data, also without privacy: "
+                f"{type(problem).__name__}: {problem}. Correct the model, the loss, or what the "
+                "data set and its collate_fn return"
+            ) from problem
+    hidden = any("CheckpointFunction" in node.name() for node in nodes_of(loss))
+    return PlainPass(
+        loss.detach(),
+        {
+            id(p): torch.zeros_like(p) if grad is None else at_least_float32(grad)
+            for p, grad in zip(params, grads, strict=True)
+            if grad is not None or not hidden
+        },
+    )
+
+
 def same_as_plain(
     model: nn.Module,
     capture: GradientCapture,
     inputs: Any,
     loss_of: LossOfBatch,
+    plain: PlainPass,
     captured: CapturedGrads,
     loss: Tensor,
 ) -> None:
@@ -40,6 +91,7 @@ def same_as_plain(
         model, capture: the model with its hooks.
         inputs: of the pass.
         loss_of: the loss of a batch.
+        plain: what the plain model computed.
         captured, loss: what the captured pass computed, from generators that start at 0.
 
     **Guarantee.** On these records, loss and Σ_i g_i are those of plain autograd, up to rounding,
@@ -50,13 +102,16 @@ def same_as_plain(
         CaptureError: they differ.
     """
     params = [p for p in model.parameters() if p.requires_grad]
-    plain_loss, plain = _plain_gradients(capture, copied(inputs), loss_of, params)
-    _same_loss(capture, inputs, loss_of, loss, plain_loss, captured.eps)
+    _same_loss(capture, inputs, loss_of, loss, plain.loss, captured.eps)
     assert captured.squared_norms is not None
     own = Fingerprint.of(captured, torch.ones(captured.batch_size))
     seen = {id(p) for key in captured.grads for p in key}
     keys = [*captured.grads, *((p,) for p in params if id(p) not in seen)]
-    sums = {key: [plain[id(p)] for p in key] for key in keys if all(id(p) in plain for p in key)}
+    sums = {
+        key: [plain.grads[id(p)] for p in key]
+        for key in keys
+        if all(id(p) in plain.grads for p in key)
+    }
     own.sums = {
         key: own.sums.get(key, [torch.zeros_like(x) for x in parts]) for key, parts in sums.items()
     }
@@ -106,30 +161,6 @@ def _same_loss(
     )
 
 
-def _plain_gradients(
-    capture: GradientCapture, inputs: Any, loss_of: LossOfBatch, params: list[nn.Parameter]
-) -> tuple[Tensor, dict[int, Tensor]]:
-    """Loss and gradients of the plain model, by the parameters' ids.
-
-    Parameters inside a reentrant checkpoint are left out: autograd does not see them.
-    """
-    with (
-        capture.suspended(),
-        kept_generators(0),
-        torch.enable_grad(),
-        # cuDNN computes no gradients of recurrent layers in evaluation mode
-        torch.backends.cudnn.flags(enabled=False),
-    ):
-        value = loss_of(inputs)
-        grads = torch.autograd.grad(value, params, allow_unused=True)
-    hidden = any("CheckpointFunction" in node.name() for node in nodes_of(value))
-    return value.detach(), {
-        id(p): torch.zeros_like(p) if grad is None else at_least_float32(grad)
-        for p, grad in zip(params, grads, strict=True)
-        if grad is not None or not hidden
-    }
-
-
 def nodes_of(value: Tensor) -> Iterator[Any]:
     """Every node of the autograd graph that a backward pass would reach."""
     waiting, seen = [value.grad_fn], set()
@@ -145,45 +176,25 @@ def nodes_of(value: Tensor) -> Iterator[Any]:
 # -- failures of a pass
 
 
-def attempt(
-    model: nn.Module,
-    capture: GradientCapture,
-    inputs: Any,
-    loss_of: LossOfBatch,
-    run: Callable[[], T],
-) -> T:
-    """Run a pass. If it fails inside the model or the loss, say where, and whose failure it is.
+def captured_pass(model: nn.Module, run: Callable[[], T]) -> T:
+    """Run a pass under capture. If it fails inside the model or the loss, say where.
 
     Raises:
-        ValueError: the plain model fails on these records too.
-        CaptureError: only the model under capture fails.
+        CaptureError: it fails; the plain model was tried before.
     """
     try:
         return run()
-    except PrivacyError:
-        raise
     except Exception as problem:
-        if _raised_by_dpkfc(problem):
+        if _in_words(problem):
             raise
-        failed = problem
-    try:
-        params = [p for p in model.parameters() if p.requires_grad]
-        _plain_gradients(capture, copied(inputs), loss_of, params)
-    except Exception as problem:
         name, where = innermost_module(model, problem)
-        raise ValueError(
-            f"{where} fails on a batch of the data, also without privacy: "
-            f"{type(problem).__name__}: {problem}. Correct the model, or what the data set and "
-            "its collate_fn return"
+        raise CaptureError(
+            f"{where} fails while gradients are captured per sample, although it works without: "
+            f"{type(problem).__name__}: {problem}. Keep the batch in the first dimension of all "
+            "tensors. Or freeze the module, or name it in Options(vmap_modules=[...]), or give it "
+            "an adapter with dpkfc.register_layer",
+            *(() if name is None else (name,)),
         ) from problem
-    name, where = innermost_module(model, failed)
-    raise CaptureError(
-        f"{where} fails while its gradients are captured per sample, although it works without: "
-        f"{type(failed).__name__}: {failed}. Keep the batch in the first dimension of all tensors. "
-        "Or freeze the module, or name it in Options(vmap_modules=[...]), or give it an adapter "
-        "with dpkfc.register_layer",
-        *(() if name is None else (name,)),
-    ) from failed
 
 
 def innermost_module(model: nn.Module, problem: BaseException) -> tuple[str | None, str]:
@@ -199,8 +210,10 @@ def innermost_module(model: nn.Module, problem: BaseException) -> tuple[str | No
     return names[found], f"module '{names[found] or 'the model'}' ({type(found).__name__})"
 
 
-def _raised_by_dpkfc(problem: BaseException) -> bool:
-    """The library's own errors are in words already."""
+def _in_words(problem: BaseException) -> bool:
+    """The library's own errors name the module and say what to do."""
+    if isinstance(problem, PrivacyError):
+        return True
     *_, last = _frames(problem.__traceback__)
     in_a_module = isinstance(last.tb_frame.f_locals.get("self"), nn.Module)
     return last.tb_frame.f_globals.get("__name__", "").startswith("dpkfc.") and not in_a_module

@@ -24,7 +24,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from dpkfc.engine.batch import all_equal, copied, has_rows, parts_of, pick
-from dpkfc.engine.check_capture import LossOfBatch, attempt, nodes_of, same_as_plain
+from dpkfc.engine.check_capture import (
+    LossOfBatch,
+    PlainPass,
+    captured_pass,
+    nodes_of,
+    plain_pass,
+    same_as_plain,
+)
 from dpkfc.engine.fingerprint import EXACT, Fingerprint, difference, differing_keys
 from dpkfc.engine.rng_state import kept_generators
 from dpkfc.errors import CaptureError, PrivacyError
@@ -171,7 +178,8 @@ def check_isolation(
             return own
         return _random_linear_loss(out)
 
-    _check_capture(model, capture, inputs, rows, loss_of)
+    plain = _try_plain(model, capture, inputs, loss_of)
+    _check_capture(model, capture, inputs, rows, loss_of, plain)
     _check_records_apart(model, capture, inputs, rows, loss_of, "the model", preconditioner_of)
     return True
 
@@ -195,8 +203,9 @@ def check_loss(
             "of the loss: let collate_fn return tensors, or lists, tuples, dicts or dataclasses of "
             "them; or give loss='unchecked'"
         )
+    plain = _try_plain(model, capture, batch, loss_of)
     _check_leaves(model, capture, batch, loss_of)
-    _check_capture(model, capture, batch, rows, loss_of)
+    _check_capture(model, capture, batch, rows, loss_of, plain)
     _check_records_apart(model, capture, batch, rows, loss_of, "the model or the loss")
     with _kept_buffers(model), _eval_mode(model):
         _check_reduction(model, capture, batch, rows, loss_of, mean_loss)
@@ -210,8 +219,30 @@ def scalar_loss(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], T
     return value
 
 
+def _try_plain(
+    model: nn.Module, capture: GradientCapture, batch: Any, loss_of: LossOfBatch
+) -> PlainPass:
+    """The plain model must work in the mode that it is in; returned is a pass without dropout."""
+    with _kept_buffers(model) as restore:
+        try:
+            plain_pass(model, capture, batch, loss_of)
+            restore()
+            with _eval_mode(model):
+                return plain_pass(model, capture, batch, loss_of)
+        except ValueError:
+            # capture may know the module, as of an input that is changed in place
+            with contextlib.suppress(CaptureError, ValueError):
+                _gradients(model, capture, batch, loss_of)
+            raise
+
+
 def _check_capture(
-    model: nn.Module, capture: GradientCapture, batch: Any, rows: int, loss_of: LossOfBatch
+    model: nn.Module,
+    capture: GradientCapture,
+    batch: Any,
+    rows: int,
+    loss_of: LossOfBatch,
+    plain: PlainPass,
 ) -> None:
     """Without dropout, loss and gradients must be those of the plain model."""
     values: list[Tensor] = []
@@ -226,12 +257,14 @@ def _check_capture(
         finite = captured.squared_norms.isfinite().nonzero().flatten().tolist()
         if 0 < len(finite) < rows:
             # training drops a record that is not finite; a plain sum does not
-            restore()
             batch = pick(batch, rows, [finite[row % len(finite)] for row in range(rows)])
+            restore()
+            plain = plain_pass(model, capture, batch, loss_of)
+            restore()
             captured = _gradients(model, capture, batch, kept_loss_of)
         if finite:
-            restore()
-            same_as_plain(model, capture, batch, loss_of, captured, values[-1].detach())
+            loss = values[-1].detach()
+            same_as_plain(model, capture, batch, loss_of, plain, captured, loss)
         capture.reuse_workspaces()
 
 
@@ -248,7 +281,7 @@ def _check_leaves(
             return list(_leaves_of(loss_of(copied(batch))))
 
     with _kept_buffers(model):
-        first, second = (attempt(model, capture, batch, loss_of, leaves) for _ in range(2))
+        first, second = (captured_pass(model, leaves) for _ in range(2))
     own = {id(p) for p in model.parameters()} | {id(capture.anchor)}
     for leaf in first:
         if id(leaf) not in own and any(leaf is other for other in second):
@@ -350,7 +383,7 @@ def _gradients(
                 loss_of(copied(inputs)).backward()
             return grads.take()
 
-    captured = attempt(model, capture, inputs, loss_of, run)
+    captured = captured_pass(model, run)
     if captured.squared_norms is None:
         raise ValueError(
             "backward() reached no trainable parameter of the model: nothing would be trained"

@@ -8,9 +8,9 @@ the gradient of the input. A hook on the layer's output delivers δ. Parameters 
 itself are replaced, while the container runs, by one copy per sample (an expanded view, no memory),
 whose gradient is per sample.
 
-The model is not wrapped and its forward methods are not replaced, except those of modules that run
-under vmap. A copy of the model (by `copy.deepcopy`, as for weight averaging, or by pickling) is a
-plain model: the hooks do nothing in it.
+The model is not wrapped and its methods are not replaced, except the forward of modules that run
+under vmap and what `per_sample.hugging_face` says. A copy of the model (by `copy.deepcopy`, as for
+weight averaging, or by pickling) is a plain model: the hooks do nothing in it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ from dpkfc.per_sample.base import (
 )
 from dpkfc.per_sample.combine import combine
 from dpkfc.per_sample.dense import DenseGrad
+from dpkfc.per_sample.hugging_face import (
+    models_with_cache,
+    models_with_prompt,
+    prompt_per_sample,
+)
 from dpkfc.per_sample.layers.vmap import run_under_vmap
 from dpkfc.per_sample.partition import partition
 from dpkfc.per_sample.rounding import full_precision
@@ -167,15 +172,21 @@ class GradientCapture:
         # joins what needs no gradient itself to the autograd graph
         self.anchor = torch.zeros((), requires_grad=True)
         self._receivers: list[Receiver] = []
-        self._replaced_forwards: list[tuple[nn.Module, Any]] = []
+        # methods of the modules, and what the modules had in their place besides their class's
+        self._replaced: list[tuple[nn.Module, str, Any]] = []
         self._handles = [model.register_forward_pre_hook(Hook(self._enter), with_kwargs=True)]
         for hooked in self.hooked_modules:
             self._attach(hooked)
-        names = {id(p): name for name, p in model.named_parameters()}
-        for hooked in self.hooked_modules:
-            for p in hooked.params.values():
-                if p.is_floating_point():
-                    self._handles.append(_refuse_direct_use(p, names[id(p)], hooked.name))
+        if any(h.kind == "vmap" and any(h.module.children()) for h in self.hooked_modules):
+            for module in models_with_cache(model):
+                hook = Hook(self._refuse_cache)
+                self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        for module in models_with_prompt(model):
+            self._replace_get_prompt(module)
+        owners = {id(p): h.name for h in self.hooked_modules for p in h.params.values()}
+        for name, p in model.named_parameters():
+            if p.is_floating_point():
+                self._handles.append(_refuse_direct_use(p, name, owners.get(id(p))))
 
     def attach(self, receiver: Receiver) -> None:
         """Deliver events to `receiver` from now on."""
@@ -241,19 +252,19 @@ class GradientCapture:
             hooked.verified = hooked.built_in or hooked.kind != "layer"
 
     def remove(self) -> None:
-        """Remove all hooks and restore replaced forwards."""
+        """Remove all hooks and restore replaced methods."""
         for handle in self._handles:
             handle.remove()
-        for module, own_forward in self._replaced_forwards:
-            del module.forward
-            if own_forward is not None:
-                module.forward = own_forward
-        self._handles, self._replaced_forwards, self._receivers = [], [], []
+        for module, name, own in self._replaced:
+            delattr(module, name)
+            if own is not None:
+                setattr(module, name, own)
+        self._handles, self._replaced, self._receivers = [], [], []
 
     # -- events
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled() or not self._active_modules:
+        if not self._is_capturing():
             return
         leaves = tree_leaves((args, kwargs))
         sizes = [x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim()]
@@ -282,6 +293,9 @@ class GradientCapture:
                 call.hooked.name,
             ) from problem
 
+    def _is_capturing(self) -> bool:
+        return torch.is_grad_enabled() and bool(self._active_modules)
+
     def _trainable(self, hooked: HookedModule) -> dict[str, nn.Parameter]:
         active = self._active_modules is self.hooked_modules or hooked in self._active_modules
         if not torch.is_grad_enabled() or not active:
@@ -292,8 +306,7 @@ class GradientCapture:
         module = hooked.module
         if hooked.kind == "vmap":
             forward = module.forward
-            self._replaced_forwards.append((module, vars(module).get("forward")))
-            module.forward = _Forward(lambda *a, **k: self._vmap(hooked, forward, a, k), module)
+            self._replace(module, "forward", lambda *a, **k: self._vmap(hooked, forward, a, k))
             return
         before = self._before_layer if hooked.kind == "layer" else self._expand_params
         after = self._after_layer if hooked.kind == "layer" else self._restore_params
@@ -310,6 +323,33 @@ class GradientCapture:
                 Hook(post), with_kwargs=True, prepend=True, always_call=True
             ),
         ]
+
+    def _replace(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        self._replaced.append((module, name, vars(module).get(name)))
+        setattr(module, name, _Method(function, module, name))
+
+    def _replace_get_prompt(self, module: nn.Module) -> None:
+        get_prompt: Any = module.get_prompt
+
+        def per_sample(batch_size: int, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_capturing():
+                return get_prompt(batch_size, *args, **kwargs)
+            return prompt_per_sample(module, get_prompt, batch_size, *args, **kwargs)
+
+        self._replace(module, "get_prompt", per_sample)
+
+    def _refuse_cache(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self._is_capturing():
+            return None
+        if kwargs.get("use_cache"):
+            raise ValueError(
+                f"{type(module).__name__} was called with use_cache=True, but modules run under "
+                f"vmap ({', '.join(self.vmap_modules) or 'that own parameters'}), from which no "
+                "cache can be returned. Call it without use_cache, or under torch.no_grad()"
+            )
+        return args, {**kwargs, "use_cache": False}
 
     # -- layers with an adapter
 
@@ -448,16 +488,16 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-class _Forward(Hook):
-    """A replaced forward; a copy of the module gets the forward of its class back."""
+class _Method(Hook):
+    """A replaced method; a copy of the module gets the method of its class back."""
 
-    def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
+    def __init__(self, function: Callable[..., Any], module: nn.Module, name: str) -> None:
         super().__init__(function)
-        self.module = module
+        self.module, self.name = module, name
 
     def __reduce__(self) -> tuple[Any, ...]:
         # read while the copy has no attributes of its own yet
-        return getattr, (self.module, "forward")
+        return getattr, (self.module, self.name)
 
 
 class _Anchor(torch.autograd.Function):
@@ -486,7 +526,7 @@ class _Recorder:
         self.calls.append(call)
 
 
-def _refuse_direct_use(p: nn.Parameter, name: str, module: str) -> RemovableHandle:
+def _refuse_direct_use(p: nn.Parameter, name: str, module: str | None) -> RemovableHandle:
     """Autograd reaches a captured parameter only if it was used outside its module: refuse that.
 
     The hook must not refer to the model: Python's garbage collector does not see references that
@@ -495,6 +535,11 @@ def _refuse_direct_use(p: nn.Parameter, name: str, module: str) -> RemovableHand
 
     def refuse(p: Tensor) -> None:
         p.grad = None
+        if module is None:
+            raise PrivacyError(
+                f"parameter '{name}' is trained, but was frozen when its gradients were set up to "
+                "be captured. Unfreeze it before make_private"
+            )
         raise CaptureError(
             f"parameter '{name}' was used outside the forward of module '{module or 'the model'}', "
             "so its gradient cannot be clipped per sample. Call the module itself, or name the "

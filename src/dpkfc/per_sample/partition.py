@@ -3,6 +3,7 @@
 A layer with an adapter accounts for its own parameters. Parameters that a container owns itself (a
 ViT's `cls_token` and `pos_embed`) are expanded to one copy per sample if their leading size is 1,
 as in broadcasting over the batch. Any other module that owns parameters runs as a whole under vmap.
+Frozen parameters of a module without an adapter are not captured: they stay frozen.
 
 Parameters of a submodule that never sees a sample belong to the module that contains it: one
 without a forward, as `nn.ParameterDict` and `nn.ParameterList`, or one whose forward takes no
@@ -54,6 +55,8 @@ def _walk(
         if own:
             yield HookedModule(name, module, "layer", own, adapter, built_in)
         return
+    # what a container owns and does not train does not concern how its children are captured
+    own = {key: p for key, p in own.items() if p.requires_grad}
     has_children = any(True for _ in module.children())
     broadcast = has_children and all(
         key in module._parameters and p.dim() > 1 and p.shape[0] == 1 for key, p in own.items()
