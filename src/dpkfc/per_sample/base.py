@@ -201,6 +201,9 @@ class LayerAdapter:
             wanted; with `call.shared`, every parameter must have a key of its own.
         per_sample_forward: ``forward(module, params, batch_size, args, kwargs)``, the output of the
             module with parameters ``params[name][i]`` for sample i.
+        activations: what to keep of the arguments ``(args, kwargs)`` of a call as the layer's a;
+            None: the first argument. It is called before the layer runs too, and raises
+            `PrivacyError` for a call that the adapter does not cover.
         params: the names of all parameters that the layer may own itself; None: any.
         kronecker: how KFC sees the layer; None if it has no Kronecker factors.
         transposed: the weight is [in, out].
@@ -208,6 +211,7 @@ class LayerAdapter:
 
     per_sample_grads: Callable[[LayerCall], GradsByName] | None = None
     per_sample_forward: Callable[..., Any] | None = None
+    activations: Callable[[tuple[Any, ...], dict[str, Any]], Tensor] | None = None
     params: tuple[str, ...] | None = ("weight", "bias")
     kronecker: KroneckerForm | None = None
     transposed: bool = False

@@ -109,6 +109,24 @@ def run_under_vmap(
         ) from problem
 
 
+def by_sample(x: Tensor, batch_size: int, *form: str, hint: str = "") -> Tensor:
+    """[rows, ...] to [batch, rows per sample, ...].
+
+    Args:
+        x: batch-major.
+        batch_size: the samples of this forward pass.
+        form: what the dimensions of x should be.
+        hint: what else to do if they are not.
+    """
+    if x.dim() != len(form) or len(x) % batch_size:
+        raise PrivacyError(
+            f"got an input of shape {list(x.shape)} in a batch of {batch_size} samples: its first "
+            f"dimension must hold the samples. Give it [{', '.join(form)}]{hint}"
+        )
+    rows: Tensor = x.unflatten(0, (batch_size, -1))
+    return rows
+
+
 def _rows_per_sample(leaves: list[Tensor | None], batch_size: int) -> list[int]:
     """How many rows of each tensor belong to one sample; 0 if all samples share the tensor.
 
