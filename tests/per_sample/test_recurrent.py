@@ -231,3 +231,23 @@ def test_what_is_no_batch_of_sequences_is_refused_by_name(kind: str) -> None:
     with pytest.raises(dpkfc.PrivacyError, match=r"module '0' \(LSTM\).*pack_padded_sequence ins"):
         model(inputs)
     capture.remove()
+
+
+class SortedInside(nn.Module):
+    """Sorts the samples by length itself, so that row j of the layer is not sample j."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(FEATURES, HIDDEN, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        order = lengths.argsort(descending=True, stable=True)
+        packed = pack_padded_sequence(x[order], lengths[order], batch_first=True)
+        return self.layer(packed)[1][0][order.argsort()]
+
+
+def test_a_model_that_sorts_the_samples_itself_is_refused() -> None:
+    torch.manual_seed(0)
+    model, batch = SortedInside(), batch_of("unsorted", torch.float32)
+    with pytest.raises(dpkfc.PrivacyError, match="mixes the records"):
+        private_sum(model, loss_of, batch, BATCH, 1.0)

@@ -362,6 +362,7 @@ class GradientCapture:
             p.requires_grad_(False)
         if not trainable:
             return None
+        _activations(hooked, args, kwargs)  # refuses a call that the adapter does not cover
         x, batch = _first_input(hooked, args, kwargs), self._require_batch_size(hooked)
         if x.dim() == 0 or (x.shape[0] % batch and x.shape[0] != 1):
             raise CaptureError(
@@ -390,7 +391,7 @@ class GradientCapture:
         if not trainable or out is None:  # nothing to capture, or the forward raised
             return None
         # in a list, so that the activations are freed after backward although the graph lives on
-        holder = [_first_input(hooked, args, kwargs).detach()]
+        holder = [_activations(hooked, args, kwargs).detach()]
         version, batch = holder[0]._version, self._require_batch_size(hooked)
 
         def received(delta: Tensor) -> None:
@@ -553,6 +554,16 @@ def _refuse_direct_use(p: nn.Parameter, name: str, module: str | None) -> Remova
     handle: RemovableHandle = p.register_post_accumulate_grad_hook(Hook(refuse))
     p.requires_grad_(not frozen)
     return handle
+
+
+def _activations(hooked: HookedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    if hooked.adapter is None or hooked.adapter.activations is None:
+        return _first_input(hooked, args, kwargs)
+    try:
+        return hooked.adapter.activations(args, kwargs)
+    except PrivacyError as problem:
+        where = f"module '{hooked.name}' ({type(hooked.module).__name__})"
+        raise PrivacyError(f"{where}: {problem}") from problem
 
 
 def _first_input(hooked: HookedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpkfc.errors import PrivacyError
 from dpkfc.per_sample.base import LayerAdapter
+from dpkfc.per_sample.layers.vmap import by_sample
 from dpkfc.per_sample.registry import register_structure
 
 DECORATED_IN = "transformers.integrations.moe"
@@ -59,13 +59,8 @@ def _per_sample_forward(
 ) -> Tensor:
     """The module's output with one copy of the parameters per sample."""
     hidden, index, weights = _arguments(*args, **kwargs)
-    if hidden.dim() != 2 or len(hidden) % batch_size:
-        raise PrivacyError(
-            f"got hidden states of shape {list(hidden.shape)} in a batch of {batch_size} samples. "
-            "Give it the tokens of all samples, sample by sample: [batch * tokens, features]"
-        )
-    tokens, choices = len(hidden) // batch_size, index.shape[-1]
-    x = hidden.view(batch_size, tokens, -1)
+    x = by_sample(hidden, batch_size, "batch * tokens", "features")
+    tokens, choices = x.shape[1], index.shape[-1]
     # one more token per sample, of zeros, for what fills up
     x = torch.cat([x, torch.zeros_like(x[:, :1])], 1)
     weights = weights.reshape(batch_size, -1)

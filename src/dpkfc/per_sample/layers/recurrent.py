@@ -17,12 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from dpkfc.errors import PrivacyError
 from dpkfc.per_sample.base import LayerAdapter
+from dpkfc.per_sample.layers.vmap import by_sample
 from dpkfc.per_sample.registry import register_layer
 
 Recurrent = nn.LSTM | nn.GRU | nn.RNN
 Cell = nn.LSTMCell | nn.GRUCell | nn.RNNCell
+
+_PACK_INSIDE = (
+    ". To use packed sequences, pass the padded sequences and their lengths to the model and call "
+    "pack_padded_sequence inside its forward"
+)
 
 
 def _cell_forward(
@@ -34,7 +39,7 @@ def _cell_forward(
 ) -> Any:
     """One time step with one copy of the parameters per sample; x is [rows, features]."""
     x, state = _arguments(*args, **kwargs)
-    _require_rows(x, 2, batch_size)
+    x_rows = by_sample(x, batch_size, "batch", "features")
     if state is None:
         state = x.new_zeros(len(x), module.hidden_size)
         state = (state, state) if isinstance(module, nn.LSTMCell) else state
@@ -47,8 +52,8 @@ def _cell_forward(
         from_state = F.linear(h, weights["weight_hh"], weights.get("bias_hh"))
         return _step(module, from_input, from_state, h, c)
 
-    rows = [_by_sample(tensor, batch_size) for tensor in (x, h, c)]
-    h, c = (y.flatten(0, 1) for y in torch.vmap(sample_forward)(params, *rows))
+    states = [by_sample(s, batch_size, "batch", "hidden") for s in (h, c)]
+    h, c = (y.flatten(0, 1) for y in torch.vmap(sample_forward)(params, x_rows, *states))
     return (h, c) if isinstance(module, nn.LSTMCell) else h
 
 
@@ -68,7 +73,7 @@ def _sequence_forward(
     packed = x if isinstance(x, PackedSequence) else None
     if packed is not None:
         x, lengths = pad_packed_sequence(packed, batch_first=True)
-    _require_rows(x, 3, batch_size)
+    inputs = {"x": by_sample(x, batch_size, "batch", "time", "features", hint=_PACK_INSIDE)}
     frozen = {name: p for name, p in module.named_parameters() if name not in params}
     if state is None:
         directions = module.num_layers * (2 if module.bidirectional else 1)
@@ -76,10 +81,12 @@ def _sequence_forward(
         c = x.new_zeros(directions, len(x), module.hidden_size)
     else:
         h, c = state if isinstance(module, nn.LSTM) else (state, state)
-    by_row = {"x": x, "h": h.transpose(0, 1), "c": c.transpose(0, 1)}
+    for name, states in (("h", h), ("c", c)):
+        by_row = states.transpose(0, 1)
+        inputs[name] = by_sample(by_row, batch_size, "batch", "layers", "hidden")
     if packed is not None:
-        by_row["valid"] = (torch.arange(x.shape[1]) < lengths.unsqueeze(1)).to(x.device)
-    inputs = {name: _by_sample(tensor, batch_size) for name, tensor in by_row.items()}
+        valid = (torch.arange(x.shape[1]) < lengths.unsqueeze(1)).to(x.device)
+        inputs["valid"] = by_sample(valid, batch_size, "batch", "time")
 
     def sample_forward(own: dict[str, Tensor], inputs: dict[str, Tensor]) -> Any:
         return _unroll(module, {**frozen, **own}, **inputs)
@@ -93,22 +100,6 @@ def _sequence_forward(
 
 def _arguments(input: Any, hx: Any = None) -> tuple[Any, Any]:
     return input, hx
-
-
-def _require_rows(x: Tensor, dims: int, batch_size: int) -> None:
-    if x.dim() != dims or len(x) % batch_size:
-        shape = "[batch, features]" if dims == 2 else "[batch, time, features]"
-        raise PrivacyError(
-            f"got an input of shape {list(x.shape)} in a batch of {batch_size} samples. Give it "
-            f"{shape}; to use packed sequences, pass the padded sequences and their lengths to the "
-            "model and call pack_padded_sequence inside its forward"
-        )
-
-
-def _by_sample(x: Tensor, batch_size: int) -> Tensor:
-    """[rows, ...] to [batch, rows per sample, ...]."""
-    rows: Tensor = x.unflatten(0, (batch_size, -1))
-    return rows
 
 
 def _packed_like(packed: PackedSequence, out: Tensor, lengths: Tensor) -> PackedSequence:

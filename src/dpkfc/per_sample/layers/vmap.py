@@ -67,8 +67,20 @@ def run_under_vmap(
     names, tensors = list(copies), list(copies.values())
     leaves, spec = tree_flatten((args, kwargs))
     shared_mask = _shared_attention_mask(module, args, kwargs)
-    candidates = [x if isinstance(x, Tensor) and x is not shared_mask else None for x in leaves]
+    is_shared = [
+        not isinstance(x, Tensor)
+        or x is shared_mask
+        or (len(leaves), place) in hooked.shared_inputs
+        for place, x in enumerate(leaves)
+    ]
+    candidates = [None if shared else x for x, shared in zip(leaves, is_shared, strict=True)]
     rows = _rows_per_sample(candidates, batch_size)
+    # a table of relative positions stays one in a batch of as many samples as it has rows
+    hooked.shared_inputs.update(
+        (len(leaves), place)
+        for place, (x, k) in enumerate(zip(candidates, rows, strict=True))
+        if x is not None and k == 0 and x.dim() > 0 and x.shape[0] > 1
+    )
     most = max(rows, default=0)
     inputs = [x.unflatten(0, (batch_size, k)) for x, k in zip(leaves, rows, strict=True) if k]
     # leaves and structure of the module's output, which may hold more than tensors
@@ -108,6 +120,24 @@ def run_under_vmap(
             "with dpkfc.register_layer",
             hooked.name,
         ) from problem
+
+
+def by_sample(x: Tensor, batch_size: int, *form: str, hint: str = "") -> Tensor:
+    """[rows, ...] to [batch, rows per sample, ...].
+
+    Args:
+        x: batch-major.
+        batch_size: the samples of this forward pass.
+        form: what the dimensions of x should be.
+        hint: what else to do if they are not.
+    """
+    if x.dim() != len(form) or len(x) % batch_size:
+        raise PrivacyError(
+            f"got an input of shape {list(x.shape)} in a batch of {batch_size} samples: its first "
+            f"dimension must hold the samples. Give it [{', '.join(form)}]{hint}"
+        )
+    rows: Tensor = x.unflatten(0, (batch_size, -1))
+    return rows
 
 
 def _rows_per_sample(leaves: list[Tensor | None], batch_size: int) -> list[int]:
