@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import dpkfc
 from dpkfc.per_sample.capture import GradientCapture
+from dpkfc.per_sample.layers.recurrent import _dropout_masks
 from oracle import (
     largest_error,
     private_sum,
@@ -208,16 +209,37 @@ def test_the_packing_of_the_output_is_that_of_the_input(order: str) -> None:
     torch.testing.assert_close(tuple(got), tuple(want))
 
 
-def test_dropout_between_layers_of_a_packed_sequence_is_drawn() -> None:
+@pytest.mark.parametrize("p", [0.3, 1.0])
+def test_dropout_between_layers_of_a_packed_sequence(p: float) -> None:
+    """With p = 1 nothing is random, and the layers above see zeros, as in torch's kernel."""
     torch.manual_seed(0)
-    layer = nn.LSTM(FEATURES, HIDDEN, 2, batch_first=True, dropout=0.5)
+    layer = nn.LSTM(FEATURES, HIDDEN, 3, batch_first=True, dropout=p, bidirectional=True)
     model, batch = Packed(layer, False, False), batch_of("unsorted", torch.float32)
+    if p == 1.0:
+        check_exact(model, batch)
+        return
     capture = GradientCapture(model)
-    one, other = model(**batch), model(**batch)
-    assert not torch.equal(one, other)
-    model.eval()
-    torch.testing.assert_close(model(**batch), model(**batch), rtol=0, atol=0)
+    assert not torch.equal(model(**batch), model(**batch))
     capture.remove()
+    masks = _dropout_masks(layer, torch.randn(40, 50, FEATURES))
+    assert masks.shape == (40, 50, 2, 2 * HIDDEN)
+    torch.testing.assert_close(masks.unique(), torch.tensor([0.0, 1 / 0.7]))
+    assert abs(float(masks.mean()) - 1) < 0.02  # 32 000 draws: four standard deviations
+    check_exact(model.eval(), batch)
+
+
+def test_masks_do_not_depend_on_the_longest_sequence_of_a_batch() -> None:
+    """Otherwise a record's gradient would change with the records beside it, and be refused."""
+    layer = nn.GRU(FEATURES, HIDDEN, 3, batch_first=True, dropout=0.5)
+
+    def draw(length: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        return _dropout_masks(layer, torch.zeros(BATCH, length, FEATURES)), torch.rand(3)
+
+    (short, after_short), (long, after_long) = draw(2), draw(TIME)
+    assert torch.equal(short, long[:, :2]) and torch.equal(after_short, after_long)
+    model = Packed(layer, False, True)
+    private_sum(model, loss_of, batch_of("unsorted", torch.float32), BATCH, 1.0)
 
 
 @pytest.mark.parametrize("kind", ["packed", "unbatched"])

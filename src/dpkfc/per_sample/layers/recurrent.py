@@ -87,6 +87,9 @@ def _sequence_forward(
     if packed is not None:
         valid = (torch.arange(x.shape[1]) < lengths.unsqueeze(1)).to(x.device)
         inputs["valid"] = by_sample(valid, batch_size, "batch", "time")
+        if module.dropout and module.training and module.num_layers > 1:
+            masks = _dropout_masks(module, x)
+            inputs["masks"] = by_sample(masks, batch_size, "batch", "time", "layers", "features")
 
     def sample_forward(own: dict[str, Tensor], inputs: dict[str, Tensor]) -> Any:
         return _unroll(module, {**frozen, **own}, **inputs)
@@ -100,6 +103,20 @@ def _sequence_forward(
 
 def _arguments(input: Any, hx: Any = None) -> tuple[Any, Any]:
     return input, hx
+
+
+def _dropout_masks(module: Recurrent, x: Tensor) -> Tensor:
+    """Masks of the dropout between layers of a packed sequence: [rows, T, layers - 1, features].
+
+    They are drawn time by time from one seed. So neither a sample's masks nor what is drawn after
+    them depends on T, the length of the longest sequence in the batch.
+    """
+    generator = torch.Generator(x.device).manual_seed(int(torch.randint(2**62, ())))
+    width = (module.proj_size or module.hidden_size) * (2 if module.bidirectional else 1)
+    ones = x.new_ones(len(x), module.num_layers - 1, width)
+    keep = 1 - module.dropout
+    draws = [torch.bernoulli(ones * keep, generator=generator) for _ in range(x.shape[1])]
+    return torch.stack(draws, 1) * (1 / keep if keep else 0.0)
 
 
 def _packed_like(packed: PackedSequence, out: Tensor, lengths: Tensor) -> PackedSequence:
@@ -118,10 +135,12 @@ def _unroll(
     h: Tensor,
     c: Tensor,
     valid: Tensor | None = None,
+    masks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sequences of one sample: x [rows, T, features]; states [rows, layers, hidden].
 
-    `valid` ([rows, T]) is false behind the end of a sequence.
+    `valid` ([rows, T]) is false behind the end of a sequence; `masks` are those of `_dropout_masks`
+    if they are drawn already.
     """
     last_h: list[Tensor] = []
     last_c: list[Tensor] = []
@@ -143,7 +162,7 @@ def _unroll(
             last_c.append(end_c)
         x = torch.cat(directions, -1)
         if module.dropout and module.training and layer < module.num_layers - 1:
-            x = F.dropout(x, module.dropout)
+            x = F.dropout(x, module.dropout) if masks is None else x * masks[:, :, layer]
     return x, torch.stack(last_h, 1), torch.stack(last_c, 1)
 
 
