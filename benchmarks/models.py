@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 import dpkfc
 from benchmarks.architectures import ADAPTERS, ARCHITECTURES, ROWS, TRAINED, Batch, Loss
-from dpkfc.per_sample.capture import GradientCapture
 
 EXACT = 1e-4  # largest relative error
 SMALL = 1e-3  # parameters below this part of the whole gradient are compared on its scale
@@ -70,10 +69,9 @@ def measure(build: Callable[[], nn.Module], records: Callable[[], Batch], loss: 
     norms = torch.stack([norm(each) for each in grads])
     clip = float(norms.median())
     try:
-        got, vmap_modules = private_sum(model, batch, loss, clip)
+        got, captured, vmap_modules = private_step(model, batch, loss, clip)
     except dpkfc.PrivacyError as refusal:
         return Cell(refusal=str(refusal))
-    captured = captured_norms(model, batch, loss, vmap_modules)
     factors = (clip / norms).clamp(max=1)
     want = {
         name: torch.stack([c * each[name] for c, each in zip(factors, grads, strict=True)]).sum(0)
@@ -105,8 +103,10 @@ def norm(grads: Grads) -> Tensor:
     return torch.stack([g.double().norm() for g in grads.values()]).norm()
 
 
-def private_sum(model: nn.Module, batch: Batch, loss: Loss, clip: float) -> tuple[Grads, list[str]]:
-    """The clipped sum of a step without noise, and the modules that ran under vmap for it."""
+def private_step(
+    model: nn.Module, batch: Batch, loss: Loss, clip: float
+) -> tuple[Grads, Tensor, tuple[str, ...]]:
+    """The clipped sum and the records' norms of a step without noise; modules under vmap."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.SGD(trainable.values(), lr=0.0)
     run = dpkfc.make_private(
@@ -123,23 +123,14 @@ def private_sum(model: nn.Module, batch: Batch, loss: Loss, clip: float) -> tupl
     for part in run.loader:
         loss(model, part).backward()
         optimizer.step()
-    run.detach()
     sums = {name: p.grad.double() * ROWS for name, p in trainable.items() if p.grad is not None}
     optimizer.zero_grad()
-    return sums, list(getattr(run, "vmap_modules", ()))
-
-
-def captured_norms(model: nn.Module, batch: Batch, loss: Loss, vmap_modules: list[str]) -> Tensor:
-    """The norm of each record's gradient, as training measures it."""
-    capture = GradientCapture(model, vmap_modules)
-    try:
-        with capture.accumulating() as grads:
-            loss(model, batch).backward()
-        squared = grads.take().squared_norms
-    finally:
-        capture.remove()
-    assert squared is not None
-    return squared.double().sqrt() * ROWS
+    with run._capture.accumulating() as grads:
+        loss(model, batch).backward()
+    squared_norms = grads.take().squared_norms
+    assert squared_norms is not None
+    run.detach()
+    return sums, squared_norms.double().sqrt() * ROWS, run.vmap_modules
 
 
 Case = Callable[[], Cell]

@@ -22,7 +22,8 @@ def capture_for(
 
     Where a module cannot be captured on its own, the module around it runs under vmap instead, and
     the trial is repeated, parent by parent. The whole model is never run under vmap for a part
-    of it.
+    of it. Where the model owns parameters and does not run under vmap, its scalars are expanded to
+    one copy per sample.
 
     Args:
         model: the user's.
@@ -35,18 +36,23 @@ def capture_for(
         PrivacyError: no choice of modules passes.
     """
     chosen, first = tuple(vmap_modules), None
-    modules = set(model.modules())
+    modules, scalars = set(model.modules()), False
     while True:
-        capture = GradientCapture(model, chosen)
+        capture = GradientCapture(model, chosen, expand_scalars=scalars)
         try:
             check(capture)
             return capture
         except CaptureError as problem:
             larger = _enlarged(model, capture, problem.modules)
             capture.remove()
-            if larger is None or set(larger) == set(chosen) or set(model.modules()) != modules:
-                raise _refusal(first, problem, set(model.modules()) != modules) from problem
-            first, chosen = first or problem, larger
+            changed = set(model.modules()) != modules
+            if "" in problem.modules and not scalars and not changed:
+                scalars = True
+            elif larger is None or set(larger) == set(chosen) or changed:
+                raise _refusal(first, problem, changed) from problem
+            else:
+                chosen = larger
+            first = first or problem
         except BaseException:
             capture.remove()
             raise
@@ -98,7 +104,7 @@ def _similar(model: nn.Module, enclosing: str, failed: str) -> Iterable[str]:
 def _refusal(first: CaptureError | None, last: CaptureError, changed: bool) -> PrivacyError:
     message = str(last)
     if first is not None and str(first) != message:
-        message = f"{first}. Running the module around it under vmap fails too: {message}"
+        message = f"{first}. Another way to capture it fails too: {message}"
     if changed:
         message += ". The failed forward has left other modules in the model: build it again"
     return PrivacyError(message)

@@ -163,9 +163,11 @@ def _tensors(grad: Any) -> Iterator[Tensor]:
 class GradientCapture:
     """The hooks on a model. Events are delivered to the innermost receiver."""
 
-    def __init__(self, model: nn.Module, vmap_modules: Iterable[str] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, vmap_modules: Iterable[str] = (), expand_scalars: bool = False
+    ) -> None:
         self.vmap_modules = tuple(vmap_modules)
-        self.hooked_modules = partition(model, self.vmap_modules)
+        self.hooked_modules = partition(model, self.vmap_modules, expand_scalars)
         self.verify_adapters()
         self._active_modules: Sequence[HookedModule] = self.hooked_modules
         self.batch_size: int | None = None  # of the forward pass under way
@@ -420,7 +422,8 @@ class GradientCapture:
         trainable = self._trainable(hooked)
         hooked.lent.append(trainable)
         for name, p in trainable.items():
-            expanded = p.detach().expand(self._require_batch_size(hooked), *p.shape[1:])
+            tail = p.shape[1:] if p.dim() else (1,)
+            expanded = p.detach().expand(self._require_batch_size(hooked), *tail)
             copies = self._copies(hooked, name, p, expanded)
             hooked.module._parameters[name] = copies  # type: ignore[assignment]
 
@@ -449,10 +452,10 @@ class GradientCapture:
 
     def _copies(self, hooked: HookedModule, name: str, p: nn.Parameter, expanded: Tensor) -> Tensor:
         copies: Tensor = _Anchor.apply(expanded, self.anchor, False)
-        batch, keep_dim = len(expanded), hooked.kind == "expanded"
+        batch = len(expanded)
 
         def received(grad: Tensor) -> None:
-            per_sample = grad.unsqueeze(1) if keep_dim else grad
+            per_sample = grad.reshape(batch, *p.shape)
             self._deliver(LayerCall(hooked, {name: p}, batch, None, per_sample))
 
         copies.register_hook(received)

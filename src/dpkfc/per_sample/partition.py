@@ -22,12 +22,16 @@ from dpkfc.per_sample.base import HookedModule
 from dpkfc.per_sample.registry import adapter_for
 
 
-def partition(model: nn.Module, vmap_modules: Iterable[str] = ()) -> list[HookedModule]:
+def partition(
+    model: nn.Module, vmap_modules: Iterable[str] = (), expand_scalars: bool = False
+) -> list[HookedModule]:
     """Divide the model's parameters among modules.
 
     Args:
         model: the whole model.
         vmap_modules: names of modules to run as a whole under vmap.
+        expand_scalars: the model's own scalars (a temperature of its logits) become one copy per
+            sample, [batch, 1]. That this is how the model uses them must be checked.
 
     Raises:
         ValueError: `vmap_modules` names no module of the model.
@@ -36,7 +40,7 @@ def partition(model: nn.Module, vmap_modules: Iterable[str] = ()) -> list[Hooked
     unknown = names - {name for name, _ in model.named_modules()}
     if unknown:
         raise ValueError(f"vmap_modules names no module of the model: {', '.join(sorted(unknown))}")
-    hooked_modules = list(_walk(model, "", names, set()))
+    hooked_modules = list(_walk(model, "", names, set(), expand_scalars))
     uses = Counter(id(p) for hooked in hooked_modules for p in hooked.params.values())
     for hooked in hooked_modules:
         hooked.shared = any(uses[id(p)] > 1 for p in hooked.params.values())
@@ -44,7 +48,11 @@ def partition(model: nn.Module, vmap_modules: Iterable[str] = ()) -> list[Hooked
 
 
 def _walk(
-    module: nn.Module, name: str, vmap_modules: set[str], seen: set[nn.Module]
+    module: nn.Module,
+    name: str,
+    vmap_modules: set[str],
+    seen: set[nn.Module],
+    expand_scalars: bool = False,
 ) -> Iterator[HookedModule]:
     if module in seen:
         return
@@ -59,7 +67,9 @@ def _walk(
     own = {key: p for key, p in own.items() if p.requires_grad}
     has_children = any(True for _ in module.children())
     broadcast = has_children and all(
-        key in module._parameters and p.dim() > 1 and p.shape[0] == 1 for key, p in own.items()
+        key in module._parameters
+        and ((p.dim() > 1 and p.shape[0] == 1) or (p.dim() == 0 and expand_scalars))
+        for key, p in own.items()
     )
     if name in vmap_modules or (own and not broadcast):
         seen.update(module.modules())
