@@ -227,12 +227,12 @@ class GradientCapture:
 
         Take gradients with `torch.autograd.grad`: `backward` would be refused.
         """
-        before = self._active_modules, self.batch_size
-        self._active_modules = [hooked for hooked in [except_for] if hooked is not None]
+        self._active_modules = [] if except_for is None else [except_for]
         try:
-            yield
+            with self.delivering_to(_Recorder()):
+                yield
         finally:
-            self._active_modules, self.batch_size = before
+            self._active_modules = self.hooked_modules
 
     def owners(self, params: Iterable[nn.Parameter]) -> list[str]:
         """Names of the hooked modules that account for these parameters."""
