@@ -28,16 +28,21 @@ RANK = 2  # of adapters
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "intermediate_size": 24,
 }
-TEXT = {**SIZES, "vocab_size": VOCABULARY, "max_position_embeddings": 16, "pad_token_id": 0}
-GROUPED = {**TEXT, "num_key_value_heads": 1, "head_dim": 8}
-IMAGE = {**SIZES, "image_size": 8, "patch_size": 4, "num_channels": 3}
-TRANSLATION = {
+TEXT: dict[str, Any] = {
+    **SIZES,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 16,
+    "pad_token_id": 0,
+}
+GROUPED: dict[str, Any] = {**TEXT, "num_key_value_heads": 1, "head_dim": 8}
+IMAGE: dict[str, Any] = {**SIZES, "image_size": 8, "patch_size": 4, "num_channels": 3}
+TRANSLATION: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "d_model": 16,
     "encoder_layers": 2,
@@ -50,7 +55,7 @@ TRANSLATION = {
     "pad_token_id": 0,
     "decoder_start_token_id": 2,
 }
-T5_SIZES = {
+T5_SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "d_model": 16,
     "d_kv": 8,
@@ -209,6 +214,7 @@ def _vision(
     return Architecture(model, config, image_sizes, records, classify, (last, "classifier"))
 
 
+MIXTRAL = _decoder("Mixtral", **GROUPED, num_local_experts=4, num_experts_per_tok=2)
 ARCHITECTURES: dict[str, Architecture] = {
     "BERT": _encoder("Bert"),
     "DistilBERT": _encoder("DistilBert", dim=16, n_layers=2, n_heads=2, hidden_dim=24),
@@ -245,7 +251,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Gemma 3": _decoder("Gemma3", **GROUPED),
     "Phi": _decoder("Phi", **TEXT),
     "Falcon": _decoder("Falcon", ("h.1",), **TEXT),
-    "Mixtral": _decoder("Mixtral", **GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    "Mixtral": MIXTRAL,
+    "Mixtral, LoRA of attention": replace(MIXTRAL, lora=("q_proj", "k_proj", "v_proj", "o_proj")),
     "Mamba": Architecture(
         "MambaForCausalLM",
         "MambaConfig",
@@ -338,9 +345,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         ("layers.1", "visual_projection", "text_projection"),
     ),
 }
-ARCHITECTURES["Mixtral, LoRA of attention"] = replace(
-    ARCHITECTURES["Mixtral"], lora=("q_proj", "k_proj", "v_proj", "o_proj")
-)
 
 
 # -- what is trained
@@ -361,8 +365,8 @@ def frozen_parts(architecture: Architecture) -> nn.Module:
 
 def lora(architecture: Architecture) -> nn.Module:
     """Low-rank adapters of the linear layers."""
-    targets = architecture.lora
-    targets = targets if isinstance(targets, str) else list(targets)
+    named = architecture.lora
+    targets = named if isinstance(named, str) else list(named)
     return adapted(architecture, peft.LoraConfig(r=RANK, target_modules=targets))
 
 

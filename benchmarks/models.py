@@ -2,12 +2,13 @@
 
     python -m benchmarks.models
     python -m benchmarks.models --only BERT --only T5
-    python -m benchmarks.models --json models.json --markdown docs/how-to/models-table.md
+    python -m benchmarks.models --json models.json --markdown docs/how-to/models.md
 
 Every architecture of `benchmarks.architectures` is trained for one step without noise through
 `dpkfc.make_private`, trial included. The reference is one autograd pass per record of an untouched
 copy of the model. A cell holds the largest relative error of the records' gradient norms and of the
-clipped sum, or the first sentence of the refusal.
+clipped sum of a parameter, or the beginning of the refusal. `--markdown` replaces the table of a
+page.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from benchmarks.architectures import ADAPTERS, ARCHITECTURES, ROWS, TRAINED, Bat
 
 EXACT = 1e-4  # largest relative error
 SMALL = 1e-3  # parameters below this part of the whole gradient are compared on its scale
-SHOWN = 120  # characters of a refusal in the table
+SHOWN = 160  # characters of a refusal in the table
+BEGIN, END = "<!-- begin of the table -->", "<!-- end of the table -->"
 
 Grads = dict[str, Tensor]
 
@@ -73,14 +75,15 @@ def measure(build: Callable[[], nn.Module], records: Callable[[], Batch], loss: 
     except dpkfc.PrivacyError as refusal:
         return Cell(refusal=str(refusal))
     factors = (clip / norms).clamp(max=1)
-    want = {
-        name: torch.stack([c * each[name] for c, each in zip(factors, grads, strict=True)]).sum(0)
+    clipped = {
+        name: torch.stack([c * each[name] for c, each in zip(factors, grads, strict=True)])
         for name in grads[0]
     }
-    least = SMALL * norm(want)
+    # a sum may cancel: its error is relative to what it adds
+    least = SMALL * norm(clipped)
     errors = [
-        norm({name: got[name] - want[name]}) / norm({name: want[name]}).clamp(min=least)
-        for name in want
+        norm({name: got[name] - parts.sum(0)}) / norm({name: parts}).clamp(min=least)
+        for name, parts in clipped.items()
     ]
     error = float(torch.stack([*errors, ((captured - norms) / norms).abs().max()]).max())
     kinds = {type(model.get_submodule(name)).__name__ for name in vmap_modules}
@@ -100,7 +103,8 @@ def reference_grads(model: nn.Module, batch: Batch, loss: Loss) -> list[Grads]:
 
 def norm(grads: Grads) -> Tensor:
     """The L2 norm of all parameters together."""
-    return torch.stack([g.double().norm() for g in grads.values()]).norm()
+    norms: Tensor = torch.stack([g.double().norm() for g in grads.values()]).norm()
+    return norms
 
 
 def private_step(
@@ -170,9 +174,18 @@ def markdown(results: dict[str, dict[str, Cell]]) -> str:
 
 
 def shown(cell: Cell) -> str:
-    """A cell on one line, without the statistics of records that a refusal may contain."""
-    text = re.sub(r"\s+", " ", str(cell)).replace("|", "\\|")
+    """A cell on one line; of a list of problems, the first."""
+    _, *problems = cell.refusal.split("\n  ")
+    text = str(replace(cell, refusal=problems[0]) if problems else cell)
+    text = re.sub(r"\s+", " ", text).replace("|", "\\|")
     return text if len(text) <= SHOWN else text[:SHOWN].rsplit(" ", 1)[0] + " …"
+
+
+def write_table(file: Path, table: str) -> None:
+    """Replace the table of a page, or write a page that is nothing but the table."""
+    page = file.read_text() if file.exists() else f"{BEGIN}{END}"
+    before, _, rest = page.partition(BEGIN)
+    file.write_text(f"{before}{BEGIN}\n\n{table}\n{END}{rest.partition(END)[2]}")
 
 
 def main() -> None:
@@ -199,7 +212,7 @@ def main() -> None:
         }
         chosen.json.write_text(json.dumps(cells, indent=1) + "\n")
     if chosen.markdown is not None:
-        chosen.markdown.write_text(markdown(results))
+        write_table(chosen.markdown, markdown(results))
 
 
 if __name__ == "__main__":
