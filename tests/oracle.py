@@ -76,6 +76,41 @@ def captured_norms(
     return captured.squared_norms.detach().sqrt() * rows
 
 
+def captured_grads(
+    model: nn.Module, loss: Loss, batch: Any, vmap_modules: tuple[str, ...] = ()
+) -> dict[str, Tensor]:
+    """Per-sample gradients of a mean loss as they are captured, [rows, *shape] by parameter."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    capture = GradientCapture(model, vmap_modules)
+    try:
+        with capture.accumulating() as grads:
+            loss(model, batch).backward()
+        captured = grads.take()
+    finally:
+        capture.remove()
+    return {
+        names[id(p)]: g * captured.batch_size
+        for key, grad in captured.grads.items()
+        for p, g in zip(key, grad.per_sample(), strict=True)
+    }
+
+
+def largest_error(model: nn.Module, loss: Loss, batch: Any, rows: int) -> float:
+    """The largest relative error of a captured gradient, over samples and parameters.
+
+    Gradients below 1e-6 of the sample's are compared on that scale.
+    """
+    want = reference_grads(model, loss, batch, rows)
+    got = captured_grads(model, loss, batch)
+    errors = []
+    for i, (one, norm) in enumerate(zip(want, reference_norms(want), strict=True)):
+        for name, exact in one.items():
+            found = got[name][i] if name in got else torch.zeros_like(exact)
+            scale = exact.double().norm().clamp(min=1e-6 * float(norm))
+            errors.append(float((found.double() - exact.double()).norm() / scale))
+    return max(errors)
+
+
 def private_sum(
     model: nn.Module,
     loss: Loss,

@@ -1,4 +1,4 @@
-"""The exception that protects the privacy guarantee."""
+"""The exceptions that protect the privacy guarantee."""
 
 
 class PrivacyError(RuntimeError):
@@ -9,3 +9,18 @@ class PrivacyError(RuntimeError):
 
     A bad argument raises `ValueError` or `TypeError` instead.
     """
+
+
+class CaptureError(PrivacyError):
+    """The gradients of some modules cannot be captured per sample, module by module.
+
+    A module around them may still run as a whole under vmap.
+
+    Args:
+        message: what was wrong, where, and what to do.
+        modules: names of the modules.
+    """
+
+    def __init__(self, message: str, *modules: str) -> None:
+        super().__init__(message)
+        self.modules = modules

@@ -152,6 +152,32 @@ class Folded(nn.Module):
         return self.conv(self.norm(windows)).reshape(len(x), -1)
 
 
+class Bag(nn.Module):
+    """A bag of ids per sample, or several bags folded into the batch, before a layer."""
+
+    def __init__(self, mode: str, padding_idx: int | None = None) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(11, 4, mode=mode, padding_idx=padding_idx)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bags = self.bag(x.reshape(-1, x.shape[-1]))
+        return self.head(torch.tanh(bags)).reshape(len(x), -1)
+
+
+class WeightedBag(nn.Module):
+    """The weights of the ids are computed from the ids."""
+
+    def __init__(self, padding_idx: int) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(11, 4, mode="sum", padding_idx=padding_idx)
+        self.scores = nn.Embedding(11, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.softmax(self.scores(x).squeeze(2), 1)
+        return torch.tanh(self.bag(x, per_sample_weights=weights))
+
+
 class Doubled(nn.Linear):
     """A subclass with a forward of its own must not take Linear's fast path."""
 
@@ -179,6 +205,14 @@ CASES = [
     Case("embedding_padding", lambda: nn.Embedding(11, 4, padding_idx=0), lambda: ids(9, high=3)),
     Case("embedding_grid", lambda: nn.Embedding(11, 4), lambda: ids(3, 2)),
     Case("embedding_single", lambda: nn.Embedding(11, 4), lambda: ids()),
+    Case("bag_sum", lambda: nn.EmbeddingBag(11, 4, mode="sum"), lambda: ids(5)),
+    Case("bag_mean", lambda: nn.EmbeddingBag(11, 4), lambda: ids(5)),
+    Case("bag_max", lambda: nn.EmbeddingBag(11, 4, mode="max"), lambda: ids(5)),
+    Case("bag_sum_padding", lambda: Bag("sum", padding_idx=0), lambda: ids(9, high=3)),
+    Case("bag_mean_padding", lambda: Bag("mean", padding_idx=0), lambda: ids(2, high=2)),
+    Case("bag_max_padding", lambda: Bag("max", padding_idx=0), lambda: ids(4, high=3)),
+    Case("bag_weighted", lambda: WeightedBag(padding_idx=0), lambda: ids(9, high=3)),
+    Case("bags_in_the_batch", lambda: Bag("mean", padding_idx=0), lambda: ids(3, 4, high=3)),
     Case("layernorm", lambda: nn.LayerNorm(6), lambda: floats(6)),
     Case("layernorm_tokens", lambda: nn.LayerNorm(6), lambda: floats(3, 6)),
     Case("layernorm_two_dims", lambda: nn.LayerNorm((3, 6)), lambda: floats(2, 3, 6)),
@@ -351,6 +385,7 @@ def test_norms_and_clipped_sum_equal_one_pass_a_sample(case: Case, dtype: torch.
             "conv2d_plain",
             "conv2d_few_positions",
             "embedding",
+            "bag_mean",
             "layernorm_tokens",
             "groupnorm",
             "tied_head_wide",

@@ -24,9 +24,17 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from dpkfc.engine.batch import all_equal, copied, has_rows, parts_of, pick
-from dpkfc.engine.fingerprint import EXACT, Fingerprint, difference
+from dpkfc.engine.check_capture import (
+    LossOfBatch,
+    PlainPass,
+    captured_pass,
+    nodes_of,
+    plain_pass,
+    same_as_plain,
+)
+from dpkfc.engine.fingerprint import EXACT, Fingerprint, difference, differing_keys
 from dpkfc.engine.rng_state import kept_generators
-from dpkfc.errors import PrivacyError
+from dpkfc.errors import CaptureError, PrivacyError
 from dpkfc.per_sample.base import ParamKey, PreconditionerOf, no_preconditioner
 from dpkfc.per_sample.capture import CapturedGrads, GradientCapture, Hook
 
@@ -35,8 +43,6 @@ DRAWS = 4  # random seeds with which the reduction is tried
 ROUNDED = 1.1  # largest factor by which rounding, also in bfloat16, changes the norm of a gradient
 MEAN_OR_SUM = 1.4  # the limit for random losses, about √2: between the ratios 1 and 2
 SHOWN_NAMES = 8
-
-LossOfBatch = Callable[[Any], Tensor]
 
 
 # -- the model and the optimizer
@@ -172,6 +178,8 @@ def check_isolation(
             return own
         return _random_linear_loss(out)
 
+    plain = _try_plain(model, capture, inputs, loss_of)
+    _check_capture(model, capture, inputs, rows, loss_of, plain)
     _check_records_apart(model, capture, inputs, rows, loss_of, "the model", preconditioner_of)
     return True
 
@@ -195,7 +203,9 @@ def check_loss(
             "of the loss: let collate_fn return tensors, or lists, tuples, dicts or dataclasses of "
             "them; or give loss='unchecked'"
         )
+    plain = _try_plain(model, capture, batch, loss_of)
     _check_leaves(model, capture, batch, loss_of)
+    _check_capture(model, capture, batch, rows, loss_of, plain)
     _check_records_apart(model, capture, batch, rows, loss_of, "the model or the loss")
     with _kept_buffers(model), _eval_mode(model):
         _check_reduction(model, capture, batch, rows, loss_of, mean_loss)
@@ -209,6 +219,55 @@ def scalar_loss(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], T
     return value
 
 
+def _try_plain(
+    model: nn.Module, capture: GradientCapture, batch: Any, loss_of: LossOfBatch
+) -> PlainPass:
+    """The plain model must work in the mode that it is in; returned is a pass without dropout."""
+    with _kept_buffers(model) as restore:
+        try:
+            plain_pass(model, capture, batch, loss_of)
+            restore()
+            with _eval_mode(model):
+                return plain_pass(model, capture, batch, loss_of)
+        except ValueError:
+            # capture may know the module, as of an input that is changed in place
+            with contextlib.suppress(CaptureError, ValueError):
+                _gradients(model, capture, batch, loss_of)
+            raise
+
+
+def _check_capture(
+    model: nn.Module,
+    capture: GradientCapture,
+    batch: Any,
+    rows: int,
+    loss_of: LossOfBatch,
+    plain: PlainPass,
+) -> None:
+    """Without dropout, loss and gradients must be those of the plain model."""
+    values: list[Tensor] = []
+
+    def kept_loss_of(inputs: Any) -> Tensor:
+        values.append(loss_of(inputs))
+        return values[-1]
+
+    with _kept_buffers(model) as restore, _eval_mode(model):
+        captured = _gradients(model, capture, batch, kept_loss_of)
+        assert captured.squared_norms is not None
+        finite = captured.squared_norms.isfinite().nonzero().flatten().tolist()
+        if 0 < len(finite) < rows:
+            # training drops a record that is not finite; a plain sum does not
+            batch = pick(batch, rows, [finite[row % len(finite)] for row in range(rows)])
+            restore()
+            plain = plain_pass(model, capture, batch, loss_of)
+            restore()
+            captured = _gradients(model, capture, batch, kept_loss_of)
+        if finite:
+            loss = values[-1].detach()
+            same_as_plain(model, capture, batch, loss_of, plain, captured, loss)
+        capture.reuse_workspaces()
+
+
 def _check_leaves(
     model: nn.Module, capture: GradientCapture, batch: Any, loss_of: LossOfBatch
 ) -> None:
@@ -216,13 +275,13 @@ def _check_leaves(
 
     An autograd leaf that two calls have in common was not created in the call: it is trainable.
     """
-    with (
-        _kept_buffers(model),
-        capture.accumulating(),
-        kept_generators(0),
-        torch.enable_grad(),
-    ):
-        first, second = (list(_leaves_of(loss_of(copied(batch)))) for _ in range(2))
+
+    def leaves() -> list[Tensor]:
+        with capture.accumulating(), kept_generators(0), torch.enable_grad():
+            return list(_leaves_of(loss_of(copied(batch))))
+
+    with _kept_buffers(model):
+        first, second = (captured_pass(model, leaves) for _ in range(2))
     own = {id(p) for p in model.parameters()} | {id(capture.anchor)}
     for leaf in first:
         if id(leaf) not in own and any(leaf is other for other in second):
@@ -235,15 +294,9 @@ def _check_leaves(
 
 def _leaves_of(value: Tensor) -> Iterator[Tensor]:
     """Every leaf that a backward pass would reach."""
-    waiting, seen = [value.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_of(value):
         if (leaf := getattr(node, "variable", None)) is not None:
             yield leaf
-        waiting += [following for following, _ in node.next_functions]
 
 
 def _check_records_apart(
@@ -270,6 +323,9 @@ def _check_records_apart(
             same_buffers(model, buffers, get_buffers(model))
             one_hot = torch.eye(rows)[row]
             among_others, among_copies = (Fingerprint.of(g, one_hot) for g in (whole, alone))
+            differing = differing_keys(among_others, among_copies, EXACT)
+            if len(differing) < len(among_others.sums):
+                shared_by_samples(capture, model, differing)
             records_stay_apart(among_others, among_copies, model, who)
         capture.reuse_workspaces()
 
@@ -320,10 +376,14 @@ def _gradients(
     seed: int = 0,
 ) -> CapturedGrads:
     """The per-sample gradients of one forward and backward; inputs and generators are kept."""
-    with capture.accumulating(preconditioner_of) as grads, kept_generators(seed):
-        with torch.enable_grad():
-            loss_of(copied(inputs)).backward()
-        captured = grads.take()
+
+    def run() -> CapturedGrads:
+        with capture.accumulating(preconditioner_of) as grads, kept_generators(seed):
+            with torch.enable_grad():
+                loss_of(copied(inputs)).backward()
+            return grads.take()
+
+    captured = captured_pass(model, run)
     if captured.squared_norms is None:
         raise ValueError(
             "backward() reached no trainable parameter of the model: nothing would be trained"
@@ -341,6 +401,22 @@ def records_stay_apart(one: Fingerprint, other: Fingerprint, model: nn.Module, w
             f"{describe_key(model, differs.key)}). Keep the batch in the first dimension. Use no "
             "statistics over the batch, and no class weights that are normalised over the batch. "
             "For losses over tokens use dpkfc.losses.mean_over_records"
+        )
+
+
+def shared_by_samples(
+    capture: GradientCapture, model: nn.Module, differing: list[ParamKey]
+) -> None:
+    """Records are apart, except at some parameters: what they compute is shared by all samples."""
+    if differing:
+        owners = capture.owners(p for key in differing for p in key)
+        raise CaptureError(
+            f"module '{owners[0]}' mixes the records of a batch: a record's gradient of "
+            f"{describe_key(model, differing[0])} changes with the other records, although that of "
+            "other parameters does not. Keep the batch in the first dimension of what the module "
+            "gets. If it computes something that all samples share, such as relative positions, "
+            "freeze it, or name the module that calls it in Options(vmap_modules=[...])",
+            *owners,
         )
 
 

@@ -17,6 +17,8 @@ from dpkfc.per_sample.rounding import full_precision
 
 # norms below this fraction of the largest norm are compared on the scale of that fraction
 SMALL = 1e-2
+# rounding errors of a sum that cancels, in units of the dtype's eps and of the whole gradient
+ROUNDINGS = 16
 
 
 @dataclass
@@ -96,7 +98,30 @@ def difference(one: Fingerprint, other: Fingerprint, tolerance: Tolerance) -> Di
     return Difference(median_ratio, total / size if size else 1.0, worst)
 
 
+def differing_keys(one: Fingerprint, other: Fingerprint, tolerance: Tolerance) -> list[ParamKey]:
+    """The parameters whose weighted sums differ, each on its own scale, the largest first.
+
+    Sums below `SMALL` of the whole gradient are compared on the scale of that fraction. Where the
+    dtype is so coarse that a sum may cancel to rounding errors, on the scale of the whole gradient.
+    """
+    eps = max(one.eps, other.eps)
+    norms = {key: max(_norm(one.sums.get(key)), _norm(other.sums.get(key))) for key in one.sums}
+    whole = sum(norm**2 for norm in norms.values()) ** 0.5
+    distances = {key: _distance(parts, other.sums.get(key)) for key, parts in one.sums.items()}
+    limit = tolerance.limit(eps)
+    allowed = {
+        key: max(limit * max(norm, SMALL * whole), ROUNDINGS * eps * whole)
+        for key, norm in norms.items()
+    }
+    differing = [key for key, distance in distances.items() if distance > allowed[key]]
+    return sorted(differing, key=lambda key: -distances[key])
+
+
+def _norm(parts: list[Tensor] | None) -> float:
+    return 0.0 if parts is None else float(torch.stack([x.norm() for x in parts]).norm())
+
+
 def _distance(one: list[Tensor] | None, other: list[Tensor] | None) -> float:
     if one is None or other is None:
-        return float(torch.stack([x.norm() for x in one or other or []]).norm())
+        return _norm(one or other)
     return float(torch.stack([(x - y).norm() for x, y in zip(one, other, strict=True)]).norm())

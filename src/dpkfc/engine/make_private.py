@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.accounting.unchecked import Unchecked
 from dpkfc.clipping import AutomaticClipping
+from dpkfc.engine.capture_model import capture_for
 from dpkfc.engine.check_collate import check_collate
 from dpkfc.engine.checks import ROWS, check_loss, check_model, check_optimizer
 from dpkfc.engine.guards import single_process
@@ -138,7 +139,13 @@ def make_private(
     }
     records = len(source) if records is None else records
     batch_size, steps = batches(records, batch_size, epochs, steps)
-    capture = GradientCapture(model, options.vmap_modules)
+
+    def check(capture: GradientCapture) -> None:
+        for batch, rows in trials if declared_loss is not None else ():
+            assert declared_loss is not None
+            check_loss(model, capture, batch, rows, declared_loss, options.loss_reduction == "mean")
+
+    capture = capture_for(model, options.vmap_modules, check)
     try:
         geometry.prepare(model, capture)
         planned: dict[str, Any] = {
@@ -165,10 +172,6 @@ def make_private(
         plan = replace(plan, unchecked=unchecked)
         if isinstance(optimizer, NoiseAware):
             optimizer.set_noise_variance(*_noise_variance(plan, factorization, rescaled))
-        if declared_loss is not None:
-            mean_loss = options.loss_reduction == "mean"
-            for batch, rows in trials:
-                check_loss(model, capture, batch, rows, declared_loss, mean_loss)
         return PrivateRun(
             model,
             optimizer,

@@ -78,6 +78,8 @@ class PrivateRun:
         run_id: names the run in the ledger.
         took_step: True if the last optimizer.step() ended a logical batch.
         geometry: the preconditioner.
+        vmap_modules: names of the modules that run as a whole under vmap, because they were named
+            in `Options` or because a module inside cannot be captured on its own.
         not_private: exact counts over the private records, not covered by epsilon.
     """
 
@@ -100,6 +102,7 @@ class PrivateRun:
     ) -> None:
         self.plan, self.model, self.optimizer = plan, model, optimizer
         self.geometry, self.factorization = geometry, factorization
+        self.vmap_modules = capture.vmap_modules
         self.not_private = NotPrivate()
         self.steps = 0
         self.took_step = False

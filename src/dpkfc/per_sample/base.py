@@ -201,6 +201,9 @@ class LayerAdapter:
             wanted; with `call.shared`, every parameter must have a key of its own.
         per_sample_forward: ``forward(module, params, batch_size, args, kwargs)``, the output of the
             module with parameters ``params[name][i]`` for sample i.
+        activations: what to keep of the arguments ``(args, kwargs)`` of a call as the layer's a;
+            None: the first argument. It is called before the layer runs too, and raises
+            `PrivacyError` for a call that the adapter does not cover.
         params: the names of all parameters that the layer may own itself; None: any.
         kronecker: how KFC sees the layer; None if it has no Kronecker factors.
         transposed: the weight is [in, out].
@@ -208,6 +211,7 @@ class LayerAdapter:
 
     per_sample_grads: Callable[[LayerCall], GradsByName] | None = None
     per_sample_forward: Callable[..., Any] | None = None
+    activations: Callable[[tuple[Any, ...], dict[str, Any]], Tensor] | None = None
     params: tuple[str, ...] | None = ("weight", "bias")
     kronecker: KroneckerForm | None = None
     transposed: bool = False
@@ -231,6 +235,8 @@ class HookedModule:
     built_in: bool = True  # the adapter is the library's own
     verified: bool = True  # False: compare the adapter with autograd at the next call
     shared: bool = False  # a parameter belongs to another hooked module too
+    # under vmap: arguments, as (number of tensors and values, place), that all samples share
+    shared_inputs: set[tuple[int, int]] = field(default_factory=set)
     workspace: Workspace = field(default_factory=Workspace)
     # for each call under way, the trainable parameters to restore after it
     lent: list[dict[str, nn.Parameter]] = field(default_factory=list)

@@ -8,15 +8,15 @@ the gradient of the input. A hook on the layer's output delivers δ. Parameters 
 itself are replaced, while the container runs, by one copy per sample (an expanded view, no memory),
 whose gradient is per sample.
 
-The model is not wrapped and its forward methods are not replaced, except those of modules that run
-under vmap. A copy of the model (by `copy.deepcopy`, as for weight averaging, or by pickling) is a
-plain model: the hooks do nothing in it.
+The model is not wrapped and its methods are not replaced, except the forward of modules that run
+under vmap and what `per_sample.hugging_face` says. A copy of the model (by `copy.deepcopy`, as for
+weight averaging, or by pickling) is a plain model: the hooks do nothing in it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from dpkfc.errors import PrivacyError
+from dpkfc.errors import CaptureError, PrivacyError
 from dpkfc.per_sample.base import (
     HookedModule,
     LayerCall,
@@ -36,6 +36,11 @@ from dpkfc.per_sample.base import (
 )
 from dpkfc.per_sample.combine import combine
 from dpkfc.per_sample.dense import DenseGrad
+from dpkfc.per_sample.hugging_face import (
+    models_with_cache,
+    models_with_prompt,
+    prompt_per_sample,
+)
 from dpkfc.per_sample.layers.vmap import run_under_vmap
 from dpkfc.per_sample.partition import partition
 from dpkfc.per_sample.rounding import full_precision
@@ -158,22 +163,32 @@ def _tensors(grad: Any) -> Iterator[Tensor]:
 class GradientCapture:
     """The hooks on a model. Events are delivered to the innermost receiver."""
 
-    def __init__(self, model: nn.Module, vmap_modules: Iterable[str] = ()) -> None:
-        self.hooked_modules = partition(model, vmap_modules)
+    def __init__(
+        self, model: nn.Module, vmap_modules: Iterable[str] = (), expand_scalars: bool = False
+    ) -> None:
+        self.vmap_modules = tuple(vmap_modules)
+        self.hooked_modules = partition(model, self.vmap_modules, expand_scalars)
         self.verify_adapters()
+        self._active_modules: Sequence[HookedModule] = self.hooked_modules
         self.batch_size: int | None = None  # of the forward pass under way
         # joins what needs no gradient itself to the autograd graph
         self.anchor = torch.zeros((), requires_grad=True)
         self._receivers: list[Receiver] = []
-        self._replaced_forwards: list[tuple[nn.Module, Any]] = []
+        # methods of the modules, and what the modules had in their place besides their class's
+        self._replaced: list[tuple[nn.Module, str, Any]] = []
         self._handles = [model.register_forward_pre_hook(Hook(self._enter), with_kwargs=True)]
         for hooked in self.hooked_modules:
             self._attach(hooked)
-        names = {id(p): name for name, p in model.named_parameters()}
-        for hooked in self.hooked_modules:
-            for p in hooked.params.values():
-                if p.is_floating_point():
-                    self._handles.append(_refuse_direct_use(p, names[id(p)], hooked.name))
+        if any(h.kind == "vmap" and any(h.module.children()) for h in self.hooked_modules):
+            for module in models_with_cache(model):
+                hook = Hook(self._refuse_cache)
+                self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        for module in models_with_prompt(model):
+            self._replace_get_prompt(module)
+        owners = {id(p): h.name for h in self.hooked_modules for p in h.params.values()}
+        for name, p in model.named_parameters():
+            if p.is_floating_point():
+                self._handles.append(_refuse_direct_use(p, name, owners.get(id(p))))
 
     def attach(self, receiver: Receiver) -> None:
         """Deliver events to `receiver` from now on."""
@@ -206,6 +221,28 @@ class GradientCapture:
         with self.delivering_to(accumulator):
             yield accumulator
 
+    @contextlib.contextmanager
+    def suspended(self, except_for: HookedModule | None = None) -> Iterator[None]:
+        """Inside the block, the model is the plain model, `except_for` one module.
+
+        Take gradients with `torch.autograd.grad`: `backward` would be refused.
+        """
+        self._active_modules = [] if except_for is None else [except_for]
+        try:
+            with self.delivering_to(_Recorder()):
+                yield
+        finally:
+            self._active_modules = self.hooked_modules
+
+    def owners(self, params: Iterable[nn.Parameter]) -> list[str]:
+        """Names of the hooked modules that account for these parameters."""
+        wanted = {id(p) for p in params}
+        return [
+            hooked.name
+            for hooked in self.hooked_modules
+            if any(id(p) in wanted for p in hooked.params.values())
+        ]
+
     def reuse_workspaces(self) -> None:
         """All per-sample gradients captured so far are no longer needed: reuse their memory."""
         for hooked in self.hooked_modules:
@@ -217,19 +254,19 @@ class GradientCapture:
             hooked.verified = hooked.built_in or hooked.kind != "layer"
 
     def remove(self) -> None:
-        """Remove all hooks and restore replaced forwards."""
+        """Remove all hooks and restore replaced methods."""
         for handle in self._handles:
             handle.remove()
-        for module, own_forward in self._replaced_forwards:
-            del module.forward
-            if own_forward is not None:
-                module.forward = own_forward
-        self._handles, self._replaced_forwards, self._receivers = [], [], []
+        for module, name, own in self._replaced:
+            delattr(module, name)
+            if own is not None:
+                setattr(module, name, own)
+        self._handles, self._replaced, self._receivers = [], [], []
 
     # -- events
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
+        if not self._is_capturing():
             return
         leaves = tree_leaves((args, kwargs))
         sizes = [x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim()]
@@ -244,15 +281,34 @@ class GradientCapture:
                 "backward(create_graph=True) is not supported: a private gradient has no second "
                 "derivative"
             )
-        if self._receivers:
+        if not self._receivers:
+            return
+        try:
             self._receivers[-1].receive(call)
+        except PrivacyError:
+            raise
+        except Exception as problem:
+            raise CaptureError(
+                f"the per-sample gradients of module '{call.hooked.name}' "
+                f"({type(call.module).__name__}) cannot be computed: {problem}. Freeze it, or name "
+                "the module that calls it in Options(vmap_modules=[...])",
+                call.hooked.name,
+            ) from problem
+
+    def _is_capturing(self) -> bool:
+        return torch.is_grad_enabled() and bool(self._active_modules)
+
+    def _trainable(self, hooked: HookedModule) -> dict[str, nn.Parameter]:
+        active = self._active_modules is self.hooked_modules or hooked in self._active_modules
+        if not torch.is_grad_enabled() or not active:
+            return {}
+        return {name: p for name, p in hooked.params.items() if p.requires_grad}
 
     def _attach(self, hooked: HookedModule) -> None:
         module = hooked.module
         if hooked.kind == "vmap":
             forward = module.forward
-            self._replaced_forwards.append((module, vars(module).get("forward")))
-            module.forward = _Forward(lambda *a, **k: self._vmap(hooked, forward, a, k), module)
+            self._replace(module, "forward", lambda *a, **k: self._vmap(hooked, forward, a, k))
             return
         before = self._before_layer if hooked.kind == "layer" else self._expand_params
         after = self._after_layer if hooked.kind == "layer" else self._restore_params
@@ -270,25 +326,54 @@ class GradientCapture:
             ),
         ]
 
+    def _replace(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        self._replaced.append((module, name, vars(module).get(name)))
+        setattr(module, name, _Method(function, module, name))
+
+    def _replace_get_prompt(self, module: nn.Module) -> None:
+        get_prompt: Any = module.get_prompt
+
+        def per_sample(batch_size: int, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_capturing():
+                return get_prompt(batch_size, *args, **kwargs)
+            return prompt_per_sample(module, get_prompt, batch_size, *args, **kwargs)
+
+        self._replace(module, "get_prompt", per_sample)
+
+    def _refuse_cache(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self._is_capturing():
+            return None
+        if kwargs.get("use_cache"):
+            raise ValueError(
+                f"{type(module).__name__} was called with use_cache=True, but modules run under "
+                f"vmap ({', '.join(self.vmap_modules) or 'that own parameters'}), from which no "
+                "cache can be returned. Call it without use_cache, or under torch.no_grad()"
+            )
+        return args, {**kwargs, "use_cache": False}
+
     # -- layers with an adapter
 
     def _before_layer(
         self, hooked: HookedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        trainable = _trainable(hooked)
+        trainable = self._trainable(hooked)
         hooked.lent.append(trainable)
         for p in trainable.values():
             p.requires_grad_(False)
         if not trainable:
             return None
-        x, batch = _first_input(args, kwargs), self._require_batch_size(hooked)
+        _activations(hooked, args, kwargs)  # refuses a call that the adapter does not cover
+        x, batch = _first_input(hooked, args, kwargs), self._require_batch_size(hooked)
         if x.dim() == 0 or (x.shape[0] % batch and x.shape[0] != 1):
-            raise PrivacyError(
+            raise CaptureError(
                 f"module '{hooked.name}' got an input of shape {list(x.shape)} in a batch of "
                 f"{batch} samples: its first dimension must hold the samples. Use "
                 "batch_first=True, or keep the batch in front when reshaping. If the module "
                 "computes something that all samples share, such as relative positions, freeze it, "
-                "or name the module that calls it in Options(vmap_modules=[...])"
+                "or name the module that calls it in Options(vmap_modules=[...])",
+                hooked.name,
             )
         if x.shape[0] == 1 and batch > 1:  # one input for all samples: one copy per sample
             expanded = x.expand(batch, *x.shape[1:])
@@ -308,7 +393,7 @@ class GradientCapture:
         if not trainable or out is None:  # nothing to capture, or the forward raised
             return None
         # in a list, so that the activations are freed after backward although the graph lives on
-        holder = [_first_input(args, kwargs).detach()]
+        holder = [_activations(hooked, args, kwargs).detach()]
         version, batch = holder[0]._version, self._require_batch_size(hooked)
 
         def received(delta: Tensor) -> None:
@@ -334,10 +419,11 @@ class GradientCapture:
     def _expand_params(
         self, hooked: HookedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        trainable = _trainable(hooked)
+        trainable = self._trainable(hooked)
         hooked.lent.append(trainable)
         for name, p in trainable.items():
-            expanded = p.detach().expand(self._require_batch_size(hooked), *p.shape[1:])
+            tail = p.shape[1:] if p.dim() else (1,)
+            expanded = p.detach().expand(self._require_batch_size(hooked), *tail)
             copies = self._copies(hooked, name, p, expanded)
             hooked.module._parameters[name] = copies  # type: ignore[assignment]
 
@@ -354,7 +440,7 @@ class GradientCapture:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        trainable = _trainable(hooked)
+        trainable = self._trainable(hooked)
         if not trainable:
             return forward(*args, **kwargs)
         batch = self._require_batch_size(hooked)
@@ -366,10 +452,10 @@ class GradientCapture:
 
     def _copies(self, hooked: HookedModule, name: str, p: nn.Parameter, expanded: Tensor) -> Tensor:
         copies: Tensor = _Anchor.apply(expanded, self.anchor, False)
-        batch, keep_dim = len(expanded), hooked.kind == "expanded"
+        batch = len(expanded)
 
         def received(grad: Tensor) -> None:
-            per_sample = grad.unsqueeze(1) if keep_dim else grad
+            per_sample = grad.reshape(batch, *p.shape)
             self._deliver(LayerCall(hooked, {name: p}, batch, None, per_sample))
 
         copies.register_hook(received)
@@ -406,16 +492,16 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-class _Forward(Hook):
-    """A replaced forward; a copy of the module gets the forward of its class back."""
+class _Method(Hook):
+    """A replaced method; a copy of the module gets the method of its class back."""
 
-    def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
+    def __init__(self, function: Callable[..., Any], module: nn.Module, name: str) -> None:
         super().__init__(function)
-        self.module = module
+        self.module, self.name = module, name
 
     def __reduce__(self) -> tuple[Any, ...]:
         # read while the copy has no attributes of its own yet
-        return getattr, (self.module, "forward")
+        return getattr, (self.module, self.name)
 
 
 class _Anchor(torch.autograd.Function):
@@ -444,13 +530,7 @@ class _Recorder:
         self.calls.append(call)
 
 
-def _trainable(hooked: HookedModule) -> dict[str, nn.Parameter]:
-    if not torch.is_grad_enabled():
-        return {}
-    return {name: p for name, p in hooked.params.items() if p.requires_grad}
-
-
-def _refuse_direct_use(p: nn.Parameter, name: str, module: str) -> RemovableHandle:
+def _refuse_direct_use(p: nn.Parameter, name: str, module: str | None) -> RemovableHandle:
     """Autograd reaches a captured parameter only if it was used outside its module: refuse that.
 
     The hook must not refer to the model: Python's garbage collector does not see references that
@@ -459,10 +539,16 @@ def _refuse_direct_use(p: nn.Parameter, name: str, module: str) -> RemovableHand
 
     def refuse(p: Tensor) -> None:
         p.grad = None
-        raise PrivacyError(
+        if module is None:
+            raise PrivacyError(
+                f"parameter '{name}' is trained, but was frozen when its gradients were set up to "
+                "be captured. Unfreeze it before make_private"
+            )
+        raise CaptureError(
             f"parameter '{name}' was used outside the forward of module '{module or 'the model'}', "
             "so its gradient cannot be clipped per sample. Call the module itself, or name the "
-            "module that uses it in Options(vmap_modules=[...])"
+            "module that uses it in Options(vmap_modules=[...])",
+            module,
         )
 
     # a frozen parameter may be unfrozen later; a hook can be set only while it requires grad
@@ -473,7 +559,23 @@ def _refuse_direct_use(p: nn.Parameter, name: str, module: str) -> RemovableHand
     return handle
 
 
-def _first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    x = args[0] if args else next(iter(kwargs.values()))
-    assert isinstance(x, Tensor)
+def _activations(hooked: HookedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    if hooked.adapter is None or hooked.adapter.activations is None:
+        return _first_input(hooked, args, kwargs)
+    try:
+        return hooked.adapter.activations(args, kwargs)
+    except PrivacyError as problem:
+        where = f"module '{hooked.name}' ({type(hooked.module).__name__})"
+        raise PrivacyError(f"{where}: {problem}") from problem
+
+
+def _first_input(hooked: HookedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    x = next(iter((*args, *kwargs.values())), None)
+    if not isinstance(x, Tensor):
+        raise CaptureError(
+            f"module '{hooked.name}' ({type(hooked.module).__name__}) was called with "
+            f"{type(x).__name__} as its first argument instead of a tensor: call it with its input "
+            "first, or name the module that calls it in Options(vmap_modules=[...])",
+            hooked.name,
+        )
     return x

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import nn
 
 from dpkfc.per_sample.base import KroneckerForm, LayerAdapter, LayerCall
@@ -10,6 +12,7 @@ __all__ = ["KroneckerForm", "LayerAdapter", "LayerCall", "adapter_for", "registe
 
 _adapters: dict[type[nn.Module] | str, LayerAdapter] = {}
 _built_in: set[type[nn.Module] | str] = set()
+_structures: list[tuple[Callable[[nn.Module], bool], LayerAdapter]] = []
 
 
 def register_layer(kind: type[nn.Module] | str, adapter: LayerAdapter) -> None:
@@ -63,6 +66,16 @@ def register_layer(kind: type[nn.Module] | str, adapter: LayerAdapter) -> None:
     _adapters[kind] = adapter
 
 
+def register_structure(matches: Callable[[nn.Module], bool], adapter: LayerAdapter) -> None:
+    """Give all modules of one structure a built-in adapter, whatever their classes are called.
+
+    Args:
+        matches: True only if the adapter computes exactly what the module computes.
+        adapter: used for modules whose class has no adapter of its own.
+    """
+    _structures.append((matches, adapter))
+
+
 def adapter_for(module: nn.Module) -> tuple[LayerAdapter | None, bool]:
     """The adapter for exactly this module, and whether it is built in.
 
@@ -73,7 +86,7 @@ def adapter_for(module: nn.Module) -> tuple[LayerAdapter | None, bool]:
         if _matches(module, kind):
             fits = _owns_only(module, adapter.params) and not any(True for _ in module.children())
             return (adapter if fits else None), kind in _built_in
-    return None, True
+    return next((adapter for matches, adapter in _structures if matches(module)), None), True
 
 
 def mark_built_in() -> None:

@@ -64,7 +64,7 @@ def squared_norm(x: Tensor) -> Tensor:
     entries comes out 1 % too small.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    x = x.flatten(1)
+    x = x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)  # of a scalar parameter
     while x.shape[1] > BLOCK:
         whole = x.shape[1] // BLOCK * BLOCK
         blocks = torch.linalg.vector_norm(x[:, :whole].unflatten(1, (-1, BLOCK)), dim=2, dtype=wide)

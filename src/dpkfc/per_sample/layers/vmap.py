@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dpkfc.errors import PrivacyError
+from dpkfc.errors import CaptureError, PrivacyError
 from dpkfc.per_sample.base import HookedModule
 
 
@@ -54,56 +54,114 @@ def run_under_vmap(
         forward: the module's own forward.
         copies: [batch, *shape] for each trainable parameter.
         batch_size: the samples of this forward pass.
-        args, kwargs: of the call. Tensors whose first dimension is `batch_size` are split by
-            sample.
+        args, kwargs: of the call, whose tensors `_rows_per_sample` splits by sample. A sample sees
+            its own rows in the first dimension.
     """
     module = hooked.module
     if hooked.adapter is not None and hooked.adapter.per_sample_forward is not None:
-        return hooked.adapter.per_sample_forward(module, copies, batch_size, args, kwargs)
+        try:
+            return hooked.adapter.per_sample_forward(module, copies, batch_size, args, kwargs)
+        except PrivacyError as problem:
+            where = f"module '{hooked.name}' ({type(module).__name__})"
+            raise PrivacyError(f"{where}: {problem}") from problem
     names, tensors = list(copies), list(copies.values())
     leaves, spec = tree_flatten((args, kwargs))
     shared_mask = _shared_attention_mask(module, args, kwargs)
-    batched = [
-        isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == batch_size and x is not shared_mask
-        for x in leaves
+    is_shared = [
+        not isinstance(x, Tensor)
+        or x is shared_mask
+        or (len(leaves), place) in hooked.shared_inputs
+        for place, x in enumerate(leaves)
     ]
-    inputs = [x for x, is_batched in zip(leaves, batched, strict=True) if is_batched]
+    candidates = [None if shared else x for x, shared in zip(leaves, is_shared, strict=True)]
+    rows = _rows_per_sample(candidates, batch_size)
+    # a table of relative positions stays one in a batch of as many samples as it has rows
+    hooked.shared_inputs.update(
+        (len(leaves), place)
+        for place, (x, k) in enumerate(zip(candidates, rows, strict=True))
+        if x is not None and k == 0 and x.dim() > 0 and x.shape[0] > 1
+    )
+    most = max(rows, default=0)
+    inputs = [x.unflatten(0, (batch_size, k)) for x, k in zip(leaves, rows, strict=True) if k]
     # leaves and structure of the module's output, which may hold more than tensors
     output_tree: list[Any] = []
+    folded: list[bool] = []  # for each output tensor: it has several rows per sample
 
     def sample_forward(params: list[Tensor], sample: list[Tensor]) -> list[Tensor]:
         own = iter(sample)
         call_args, call_kwargs = tree_unflatten(
-            [
-                next(own).unsqueeze(0) if is_batched else x
-                for x, is_batched in zip(leaves, batched, strict=True)
-            ],
-            spec,
+            [next(own) if k else x for x, k in zip(leaves, rows, strict=True)], spec
         )
         replacement = {id(hooked.params[name]): p for name, p in zip(names, params, strict=True)}
         with params_replaced(module, replacement):
             out = forward(*call_args, **call_kwargs)
         output_tree[:] = tree_flatten(out)
-        return [x.squeeze(0) for x in output_tree[0] if isinstance(x, Tensor)]
+        outputs = [x for x in output_tree[0] if isinstance(x, Tensor)]
+        folded[:] = [most > 1 and x.dim() > 0 and x.shape[0] == most for x in outputs]
+        return [x if fold else x.squeeze(0) for x, fold in zip(outputs, folded, strict=True)]
 
     try:
         # the fused attention kernels have no batching rule
         with sdpa_kernel(SDPBackend.MATH):
             mapped = torch.vmap(sample_forward, in_dims=(0, 0), randomness="different")
-            outputs = iter(mapped(tensors, inputs))
+            outputs = mapped(tensors, inputs)
+        by_row = (x.flatten(0, 1) if fold else x for x, fold in zip(outputs, folded, strict=True))
         output_leaves, output_spec = output_tree
         return tree_unflatten(
-            [next(outputs) if isinstance(x, Tensor) else x for x in output_leaves], output_spec
+            [next(by_row) if isinstance(x, Tensor) else x for x in output_leaves], output_spec
         )
     except PrivacyError:
         raise
     except Exception as problem:
-        raise PrivacyError(
+        raise CaptureError(
             f"module '{hooked.name}' ({type(module).__name__}) owns parameters, has no adapter, "
             f"and does not run under torch.vmap: {problem}. Build it from standard layers, move "
             "its own parameters into a submodule of their own, freeze it, or give it an adapter "
-            "with dpkfc.register_layer"
+            "with dpkfc.register_layer",
+            hooked.name,
         ) from problem
+
+
+def by_sample(x: Tensor, batch_size: int, *form: str, hint: str = "") -> Tensor:
+    """[rows, ...] to [batch, rows per sample, ...].
+
+    Args:
+        x: batch-major.
+        batch_size: the samples of this forward pass.
+        form: what the dimensions of x should be.
+        hint: what else to do if they are not.
+    """
+    if x.dim() != len(form) or len(x) % batch_size:
+        raise PrivacyError(
+            f"got an input of shape {list(x.shape)} in a batch of {batch_size} samples: its first "
+            f"dimension must hold the samples. Give it [{', '.join(form)}]{hint}"
+        )
+    rows: Tensor = x.unflatten(0, (batch_size, -1))
+    return rows
+
+
+def _rows_per_sample(leaves: list[Tensor | None], batch_size: int) -> list[int]:
+    """How many rows of each tensor belong to one sample; 0 if all samples share the tensor.
+
+    The module's first input has k rows per sample, batch-major: one, or as many as windows (Swin)
+    or tokens of a sample were folded into the batch. Tensors with as many rows are split like it,
+    and tensors with one row per sample by sample. A tensor of k > 1 rows is a table of the rows of
+    any sample, such as the mask of shifted windows, even if k is the batch size.
+
+    >>> windows, mask, labels = torch.zeros(12, 9, 4), torch.zeros(4, 9, 9), torch.zeros(3)
+    >>> _rows_per_sample([windows, mask, labels, None], batch_size=3)
+    [4, 0, 1, 0]
+    """
+    sizes = [0 if x is None or x.dim() == 0 else x.shape[0] for x in leaves]
+    first = next((size for size in sizes if size and size % batch_size == 0), batch_size)
+    k = first // batch_size
+
+    def rows(size: int) -> int:
+        if size == first:
+            return k
+        return 1 if size == batch_size and size != k else 0
+
+    return [rows(size) for size in sizes]
 
 
 def _shared_attention_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
