@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -78,9 +79,9 @@ class PrivateTraining(Callback):
     Attributes:
         run: the `dpkfc.PrivateRun` of the last `fit`; ``run.epsilon()`` is the privacy loss.
 
-    **Guarantee.** That of `dpkfc.make_private`, for the sequence of weights that the Trainer and its
-    callbacks see. Values that the module logs, and metrics on private validation data, are exact
-    functions of private records and are not covered.
+    **Guarantee.** That of `dpkfc.make_private`, for the sequence of weights that the Trainer and
+    its callbacks see. Values that the module logs, and metrics on private validation data, are
+    exact functions of private records and are not covered.
     """
 
     def __init__(
@@ -232,23 +233,19 @@ class PrivateTraining(Callback):
         return output
 
     def _step_on(self, batch: Any) -> Any:
+        return self._call(self._module.training_step, batch, *self._batch_idx)
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         with self._trainer.precision_plugin.train_step_context():
-            return _through_forward(
-                self._module, self._module.training_step, batch, *self._batch_idx
-            )
+            return _through_forward(self._module, function, *args)
 
     def _declared_loss(self, module: nn.Module, batch: Any) -> Tensor:
         """The loss of a batch of the loader: as in the loop, and nothing is logged."""
         with _not_logging(self._module):
             batch = self._on_device(batch)
-            if self._loss is None:
-                return _loss_of(self._step_on(batch))
-            assert callable(self._loss)
-            with self._trainer.precision_plugin.train_step_context():
-                loss: Tensor = _through_forward(
-                    self._module, lambda batch: self._loss(self._module, batch), batch
-                )
-                return loss
+            if callable(self._loss):
+                return _loss_of(self._call(partial(self._loss, module), batch))
+            return _loss_of(self._step_on(batch))
 
     def _on_device(self, batch: Any) -> Any:
         """What Lightning does with a batch before `training_step`."""
@@ -303,8 +300,9 @@ class PrivateLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        for self._parts in self.run.loader.by_step(self._length):
-            yield next(self._parts, EmptyBatch())
+        for parts in self.run.loader.by_step(self._length):
+            self._parts = parts
+            yield next(parts, EmptyBatch())
 
     def next_part(self) -> Any:
         return next(self._parts)
@@ -438,7 +436,7 @@ def _loss_of(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         raise PrivacyError(
-            f"training_step returned {type(loss).__name__} instead of a loss. To skip a batch "
+            f"the training step returned {type(loss).__name__} instead of a loss. To skip a batch "
             "because of what is in it would leak: return the loss of every batch, as a tensor or "
             "as the 'loss' of a dict"
         )
