@@ -225,11 +225,11 @@ class PrivateTraining(Callback):
             return None  # Lightning takes the step, of pure noise, without a backward pass
         self._batch_idx = batch_idx
         output = self._step_on(batch)
-        while not self.run.batch_complete:
-            trainer.strategy.backward(_loss_of(output), trainer.optimizers[0])
-            output = self._step_on(self._on_device(self._source.dataloader().next_part()))
         if module.automatic_optimization:
-            _loss_of(output)
+            while not self.run.batch_complete:
+                trainer.strategy.backward(_loss_of(output), trainer.optimizers[0])
+                output = self._step_on(self._on_device(self._source.dataloader().next_part()))
+            _loss_of(output)  # Lightning calls backward, and would skip it for None
         return output
 
     def _step_on(self, batch: Any) -> Any:
