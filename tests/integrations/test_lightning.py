@@ -417,6 +417,32 @@ def test_the_loss_is_computed_once_per_part_and_checks_leave_no_trace() -> None:
     assert set(trainer.callback_metrics) == {"loss", "loss_step", "loss_epoch", "epsilon"}
 
 
+class Bare(Module):
+    """Owns a parameter itself, and calls itself."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x + self.shift)
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+class BareOutside(Bare):
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.net(batch[0] + self.shift), batch[1])
+
+
+@pytest.mark.parametrize("shape", [(1, 6), (6,)])
+def test_a_module_with_parameters_of_its_own(shape: tuple[int, ...]) -> None:
+    assert 0.9 < sensitivity(lambda: Bare(shape)) <= 1 + 1e-5
+    with pytest.raises(dpkfc.PrivacyError, match="outside .*[Cc]all the mod"):
+        fit(BareOutside(shape), private())
+
+
 def test_geometry() -> None:
     """Probes go through the module's own forward."""
     geometry = dpkfc.KFC(dpkfc.probes.Tabular(features=6, classes=CLASSES), every=2)

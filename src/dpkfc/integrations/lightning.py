@@ -283,7 +283,7 @@ class EmptyBatch(list[Any]):
     """The batch of a step that draws no record, as hooks of modules and callbacks see it."""
 
 
-class PrivateLoader:
+class _StepLoader:
     """What Lightning iterates over instead of the user's DataLoader: one batch per private step.
 
     It yields the first physical part of each batch; `next_part` returns the others.
@@ -326,9 +326,9 @@ class _PrivateSource:
     records: int | None
     limit_train_batches: int | float
     accumulate_grad_batches: int
-    _loader: PrivateLoader | None = None
+    _loader: _StepLoader | None = None
 
-    def dataloader(self) -> PrivateLoader:
+    def dataloader(self) -> _StepLoader:
         if self._loader is None:
             loader = self.source.dataloader()
             if not isinstance(loader, DataLoader):
@@ -353,7 +353,7 @@ class _PrivateSource:
                 )
             parts = self.accumulate_grad_batches
             steps, batch_size = math.ceil(length / parts), min(records, source.batch_size * parts)
-            self._loader = PrivateLoader(loader, steps, batch_size, split=parts > 1)
+            self._loader = _StepLoader(loader, steps, batch_size, split=parts > 1)
         return self._loader
 
     def is_defined(self) -> bool:
@@ -454,8 +454,12 @@ def _float32_above(epsilon: float) -> Tensor:
 def _through_forward(module: Any, function: Callable[..., Any], *args: Any) -> Any:
     """``function(*args)`` within a call of the module itself.
 
-    Hooks of the module then see the batch, also if `training_step` calls only its submodules.
+    Hooks of the module then see the batch, also if `training_step` calls only its submodules. A
+    module that owns parameters itself must be called by `training_step`: they are captured in its
+    own forward.
     """
+    if module._parameters:
+        return function(*args)
     own = vars(module).get("forward", _ABSENT)
 
     def restore() -> None:
