@@ -152,6 +152,23 @@ def test_bfloat16(order: str) -> None:
     assert not torch.equal(loop.weights, Loop(None, optimizer="adamw").train().weights)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_scaler_of_float16_is_divided_out(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate makes a scaler on GPUs only: here it gets one for the CPU."""
+    scaler = torch.amp.GradScaler("cpu")
+    make = accelerate.Accelerator.__init__
+
+    def with_scaler(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self.scaler = scaler
+
+    monkeypatch.setattr(accelerate.Accelerator, "__init__", with_scaler)
+    loop = Loop(order, options=dpkfc.Options(grad_scaler=scaler)).train()
+    assert loop.run.steps == STEPS and torch.equal(loop.weights, Loop(None).train().weights)
+
+
 def test_clip_grad_norm_has_no_effect() -> None:
     """Gradients are private only within step(), which writes them."""
     assert torch.equal(Loop(ORDERS[0]).train(clip=1e-6).weights, Loop(None).train().weights)
