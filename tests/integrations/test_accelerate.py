@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,6 @@ accelerate = pytest.importorskip("accelerate")
 
 RECORDS, CLASSES, STEPS = 60, 3, 6
 ORDERS = ["make_private first", "prepare first"]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    """accelerate keeps its settings in singletons."""
-    yield
-    accelerate.state.AcceleratorState._reset_state(True)
-    accelerate.state.GradientState._reset_state()
 
 
 def data(count: int = RECORDS) -> TensorDataset:
@@ -153,9 +144,7 @@ def test_bfloat16(order: str) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_scaler_of_float16_is_divided_out(
-    order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_scaler_of_float16_is_divided_out(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """accelerate makes a scaler on GPUs only: here it gets one for the CPU."""
     scaler = torch.amp.GradScaler("cpu")
     make = accelerate.Accelerator.__init__

@@ -225,11 +225,17 @@ class PrivateTraining(Callback):
             return None  # Lightning takes the step, of pure noise, without a backward pass
         self._batch_idx = batch_idx
         output = self._step_on(batch)
-        if module.automatic_optimization:
-            while not self.run.batch_complete:
-                trainer.strategy.backward(_loss_of(output), trainer.optimizers[0])
-                output = self._step_on(self._on_device(self._source.dataloader().next_part()))
-            _loss_of(output)  # Lightning calls backward, and would skip it for None
+        if not module.automatic_optimization:
+            return output
+        if not self.run.batch_open:
+            raise PrivacyError(
+                "training_step took the optimizer's step itself, and Lightning would take another "
+                "one: return the loss only, or set automatic_optimization = False"
+            )
+        while not self.run.batch_complete:
+            trainer.strategy.backward(_loss_of(output), trainer.optimizers[0])
+            output = self._step_on(self._on_device(self._source.dataloader().next_part()))
+        _loss_of(output)  # Lightning calls backward, and would skip it for None
         return output
 
     def _step_on(self, batch: Any) -> Any:
