@@ -24,3 +24,13 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
+def _no_state_of_accelerate() -> Iterator[None]:
+    """Its settings are singletons: the precision of one test would be that of the next."""
+    yield
+    if "accelerate.state" in sys.modules:
+        state = sys.modules["accelerate.state"]
+        state.AcceleratorState._reset_state(True)
+        state.GradientState._reset_state()

@@ -30,8 +30,10 @@ class Expected(NamedTuple):
 
 
 EXPECTED = {
+    "accelerate_loop": Expected(1, 3.0, 0.5, ("accelerate", "sklearn")),
     "correlated_noise": Expected(2, 8.0, 0.7, ("sklearn",)),
     "custom_layer": Expected(1, 3.0, 0.6, ("sklearn",)),
+    "lightning_module": Expected(1, 3.0, 0.5, ("lightning", "sklearn")),
     "lora_transformer": Expected(1, 3.0, 0.7, ("transformers", "peft")),
     "hugging_face_trainer": Expected(1, 3.0, 0.7, ("transformers", "accelerate")),
     "mnist_cnn": Expected(2, 3.0, 0.5, ("sklearn",)),
@@ -130,6 +132,10 @@ def test_lora_trains_a_small_part_of_the_model(quick: Callable[[str], str]) -> N
     assert counts is not None
     trained, all_parameters = (int(count.replace(",", "")) for count in counts.groups())
     assert 0 < trained < 0.1 * all_parameters
+
+
+def test_a_resumed_accelerate_loop_takes_the_planned_steps(quick: Callable[[str], str]) -> None:
+    assert "interrupted after 56 of 113 steps" in quick("accelerate_loop")
 
 
 def write_idx(file: Path, values: np.ndarray) -> None:

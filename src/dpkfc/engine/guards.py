@@ -129,8 +129,8 @@ def previous_step_taken(chunk: Chunk, charged: int) -> None:
     if chunk.step != charged:
         raise PrivacyError(
             "optimizer.step() was not called for the last batch. Skipping a step because of what "
-            "is in the batch would leak: call step() for every batch. For larger batches set "
-            "batch_size and max_physical_batch_size"
+            "is in the batch would leak: call step() for every batch. Instead of accumulating "
+            "gradients over batches, set batch_size and max_physical_batch_size"
         )
 
 

@@ -151,6 +151,15 @@ class PrivateLoader:
         # the same of the last count, and the batches
         self._counted: tuple[int, bytes, int, int] | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        """Only for names that do not exist, such as those that `skip_first_batches` reads."""
+        if name in ("sampler", "batch_sampler"):
+            raise AttributeError(
+                f"run.loader has no {name}: the run draws its batches. It begins at the next step "
+                "of the run, also after a resume: do not skip or resample its batches"
+            )
+        raise AttributeError(f"run.loader has no attribute '{name}'")
+
     def __len__(self) -> int:
         """How many batches iterating yields; during an iteration, how many that one yields in all.
 

@@ -119,6 +119,7 @@ def make_private(
     """
     options = Options() if options is None else options
     declared_loss = _read_loss(loss)
+    optimizer = _prepared_by_accelerate(optimizer)
     source = read_source(dataset)
     batch_size = source.batch_size if batch_size is None else batch_size
     _check_arguments(optimizer, batch_size, records, max_physical_batch_size, ledger, options)
@@ -190,6 +191,13 @@ def make_private(
     except BaseException:
         capture.remove()
         raise
+
+
+def _prepared_by_accelerate(optimizer: Optimizer) -> Optimizer:
+    """The optimizer itself: accelerate's wrapper calls its step and has no hooks of its own."""
+    while type(optimizer).__module__ == "accelerate.optimizer":
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    return optimizer
 
 
 def _read_loss(loss: Any) -> Callable[[nn.Module, Any], Tensor] | None:

@@ -174,6 +174,11 @@ class PrivateRun:
         return self._batch.chunk is not None
 
     @property
+    def batch_complete(self) -> bool:
+        """True once the loader has yielded the last physical part of the batch."""
+        return self._batch.chunk is not None and self._batch.chunk.last
+
+    @property
     def charged(self) -> int:
         """Steps that count against the budget."""
         return self.steps + self._lost_steps
@@ -226,15 +231,20 @@ class PrivateRun:
         """Continue from `save(path)`: bit for bit as if the run had not been interrupted."""
         checkpoint.load(path, self, others)
 
-    def detach(self) -> None:
-        """Remove all hooks. Trained weights stay, and the budget that was spent stays spent."""
+    def detach(self, *, resumable: bool = False) -> None:
+        """Remove all hooks. Trained weights stay, and the budget that was spent stays spent.
+
+        Args:
+            resumable: the run may be resumed from a checkpoint: the ledger keeps the rest of its
+                plan reserved. By default that budget is freed.
+        """
         self._drop_batch()
         self.detached = True
         self._unfinished.detach()
         self._capture.remove()
         for hook in self._hooks:
             hook.remove()
-        if self._ledger is not None and self._ledger_open:
+        if self._ledger is not None and self._ledger_open and not resumable:
             self._ledger.close_run(self.run_id)
 
     # -- the loader draws batches
