@@ -139,7 +139,7 @@ class PrivateTrainer(Trainer):
         """Model, optimizer and weights are complete afterwards: make the run."""
         if self.run is not None:
             _check_again(self.run, resume_from_checkpoint, self.privacy.get("ledger"))
-            self.run.detach()
+            self.run.detach(resumable=True)
         model, train_dataloader = super()._prepare_for_training(
             max_steps, train_dataloader, resume_from_checkpoint
         )
@@ -152,7 +152,7 @@ class PrivateTrainer(Trainer):
         self._shifted = self._choose_token_loss(model)
         self.run = make_private(
             model,
-            cast(Optimizer, getattr(self.optimizer, "optimizer", self.optimizer)),
+            cast(Optimizer, self.optimizer),
             self._records,
             loss=self._declared_loss,
             steps=max_steps,
@@ -272,7 +272,7 @@ class PrivateTrainer(Trainer):
                 f"{_rounded_up(self.run.epsilon())}"
             )
         output = super()._finalize_training(*args, **kwargs)
-        self.run.detach()
+        self.run.detach(resumable=taken < planned)
         return output
 
     # -- what is written
