@@ -361,6 +361,31 @@ def test_an_overridden_loss_that_is_a_mean_over_records_is_used(tmp_path: Path) 
     assert losses[1] == pytest.approx(2 * losses[0])
 
 
+def test_padding_on_the_left_without_positions_is_refused(tmp_path: Path) -> None:
+    """The positions of a text, and so its gradient, would depend on the longest text."""
+
+    def collate(side: str) -> Callable[[list[Any]], dict[str, Tensor]]:
+        def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+            texts = [row["input_ids"][row["attention_mask"] == 1] for row in rows]
+            ids = nn.utils.rnn.pad_sequence(texts, True, -100, side)
+            return {
+                "input_ids": ids.clamp(min=0),
+                "attention_mask": (ids >= 0).long(),
+                "labels": ids,
+            }
+
+        return padded
+
+    for side in ("right", "left"):
+        trainer = trainer_of(tmp_path, language_model(), Texts(True))
+        trainer.data_collator = collate(side)
+        if side == "right":
+            trainer.train()
+            continue
+        with pytest.raises(dpkfc.PrivacyError, match="how far its batch is padded"):
+            trainer.train()
+
+
 # -- losses of tokens
 
 
@@ -400,7 +425,7 @@ def test_the_loss_of_one_record_is_the_models_own(
     data = Texts(True)
     trainer = trainer_of(tmp_path, build(), data, max_steps=1, label_smoothing_factor=smoothing)
     trainer.train()
-    assert trainer._shifted is shifted
+    assert trainer._labels_shifted is shifted
     model = trainer.model.eval()
     smoother = transformers.trainer_pt_utils.LabelSmoother(smoothing)
     own = []
@@ -463,6 +488,18 @@ def test_a_wrong_privacy_argument_is_refused(
         PrivateTrainer(classifier(), arguments(tmp_path), train_dataset=[], privacy=privacy)
 
 
+def test_settings_that_are_changed_later_are_refused_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.args.hub_strategy = "checkpoint"
+    with pytest.raises(ValueError, match="keys of future noise"):
+        trainer.train()
+    monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
+    with pytest.raises(ValueError, match="WANDB_LOG_MODEL=checkpoint uploads"):
+        trainer_of(tmp_path)
+
+
 def test_batches_by_length_are_refused(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, train_sampling_strategy="group_by_length")
     with pytest.raises(dpkfc.PrivacyError, match="LengthGroupedSampler"):
@@ -498,6 +535,40 @@ def test_a_second_training_is_refused_unless_a_ledger_adds_up(tmp_path: Path) ->
     once = ledger.epsilon(PRIVACY["delta"])
     trainer.train()
     assert ledger.epsilon(PRIVACY["delta"]) > 1.2 * once
+    last = trainer.state.log_history[-1]
+    assert last["epsilon"] == pytest.approx(once, rel=1e-3)
+    assert last["epsilon_of_all_runs"] >= ledger.epsilon(PRIVACY["delta"])
+
+
+def test_the_checkpoint_of_another_run_does_not_excuse_a_second_training(tmp_path: Path) -> None:
+    other = trainer_of(tmp_path, callbacks=[StopAt(2)])
+    other.train()
+    trainer = trainer_of(tmp_path / "own")
+    trainer.train()
+    with pytest.raises(dpkfc.PrivacyError, match="trained already"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_the_best_model_of_another_run_is_refused(tmp_path: Path) -> None:
+    """As with an output_dir that an earlier training, private or not, has used."""
+    trainer = trainer_of(tmp_path, callbacks=[StopAt(4)])
+    trainer.train()
+    trainer.state.best_model_checkpoint = str(tmp_path / "checkpoint-4")
+    trainer._load_best_model()
+    other = trainer_of(tmp_path / "other", callbacks=[StopAt(4)])
+    other.train()
+    trainer.state.best_model_checkpoint = str(tmp_path / "other" / "checkpoint-4")
+    with pytest.raises(dpkfc.PrivacyError, match="was not saved by this run"):
+        trainer._load_best_model()
+
+
+def test_a_finished_run_beside_other_weights_is_refused(tmp_path: Path) -> None:
+    trainer_of(tmp_path, callbacks=[StopAt(6)], max_steps=6).train()
+    trainer_of(tmp_path / "other", callbacks=[StopAt(6)], max_steps=6, learning_rate=0.02).train()
+    name = "checkpoint-6/model.safetensors"
+    os.replace(tmp_path / "other" / name, tmp_path / name)
+    with pytest.raises(dpkfc.PrivacyError, match="weights are not those"):
+        trainer_of(tmp_path).train(resume_from_checkpoint=True)
 
 
 def test_a_checkpoint_without_the_run_is_refused(tmp_path: Path) -> None:
@@ -693,10 +764,16 @@ def test_evaluation_on_the_private_records_is_not_private_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = Texts(False)
-    PrivateTrainer(
-        classifier(), arguments(tmp_path), train_dataset=data, eval_dataset=data, privacy=PRIVACY
-    )
-    assert "metrics are exact, not private" in caplog.text
+    for evaluated, said in ((Texts(False), False), (data, True), ({"train": data}, True)):
+        caplog.clear()
+        PrivateTrainer(
+            classifier(),
+            arguments(tmp_path),
+            train_dataset=data,
+            eval_dataset=evaluated,
+            privacy=PRIVACY,
+        )
+        assert ("metrics are exact, not private" in caplog.text) is said
 
 
 def test_what_is_logged_and_the_model_card(

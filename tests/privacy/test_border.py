@@ -15,12 +15,15 @@ import math
 import multiprocessing
 import os
 import pickle
+import random
 import re
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -391,6 +394,164 @@ def test_lists_of_values_and_constants_from_collate_are_accepted() -> None:
 
     data = DataLoader(records(), batch_size=N, collate_fn=collate)
     assert train(begin(network(), data)).steps == 4
+
+
+class Words(Dataset[dict[str, Tensor]]):
+    """Records of different lengths; the last is much longer than the others."""
+
+    def __init__(self, count: int = N) -> None:
+        generator = torch.Generator().manual_seed(0)
+        lengths = [2 + index % 3 for index in range(N - 1)] + [15]
+        self.records = [
+            {"ids": torch.randint(1, 20, (length,), generator=generator), "labels": index % CLASSES}
+            for index, length in enumerate(lengths[:count])
+        ]
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.records[index]
+
+
+def padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    ids = nn.utils.rnn.pad_sequence([row["ids"] for row in rows], batch_first=True)
+    return {"ids": ids, "labels": torch.tensor([row["labels"] for row in rows])}
+
+
+class BagOfWords(nn.Module):
+    def __init__(self, masked: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.masked, self.embed, self.head = masked, nn.Embedding(20, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = (ids != 0).unsqueeze(2) if self.masked else torch.ones_like(ids).unsqueeze(2)
+        out: Tensor = self.head((self.embed(ids) * mask).sum(1) / mask.sum(1))
+        return out
+
+
+def of_words(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch["ids"]), batch["labels"])
+
+
+def one_step_on_words(masked: bool, count: int, collate: Any = padded, **changed: Any) -> Tensor:
+    model, data = BagOfWords(masked), DataLoader(Words(count), N, collate_fn=collate)
+    private = begin(model, data, of_words, steps=1, **changed)
+    seen = Sums(private)
+    train(private, of_words)
+    private.detach()
+    return seen.steps[0]
+
+
+def test_a_gradient_that_depends_on_the_padding_of_the_batch_is_refused() -> None:
+    """One long record would change the gradients of all others."""
+    with pytest.raises(dpkfc.PrivacyError, match=r"how far its batch is padded.*attention_mask"):
+        one_step_on_words(False, N)
+    sums = [one_step_on_words(True, count) for count in (N, N - 1)]
+    assert float((sums[0] - sums[1]).norm()) <= CLIP * (1 + 1e-5)
+
+
+def test_unchecked_the_padding_breaks_the_guarantee() -> None:
+    """The control: what the refusal above prevents."""
+    settings = {"loss": "unchecked", "options": dpkfc.Options(check=False), "steps": 1}
+    sums = []
+    for count in (N, N - 1):
+        data = DataLoader(Words(count), N, collate_fn=padded)
+        private = begin(BagOfWords(False), data, **settings)
+        seen = Sums(private)
+        train(private, of_words)
+        sums.append(seen.steps[0])
+        private.detach()
+    assert float((sums[0] - sums[1]).norm()) > 1.05 * CLIP
+
+
+def test_a_random_collate_function_is_said_to_be_unchecked() -> None:
+    def with_random_words(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        batch = padded(rows)
+        batch["ids"] = torch.where(torch.rand(batch["ids"].shape) < 0.2, 1, batch["ids"])
+        return batch
+
+    own = np.random.default_rng()
+
+    def with_own_generator(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        batch = padded(rows)
+        batch["noise"] = torch.from_numpy(own.normal(size=len(rows)))
+        return batch
+
+    for collate, said in ((padded, False), (with_random_words, True), (with_own_generator, True)):
+        data = DataLoader(Words(), N, collate_fn=collate)
+        private = begin(BagOfWords(True), data, of_words)
+        assert ("collate" in private.plan.unchecked) is said
+        assert ("not checked: collate" in str(private.plan)) is said
+
+
+def test_a_collate_function_may_change_its_records() -> None:
+    def popping(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        labels = torch.tensor([row.pop("labels") for row in rows])
+        ids = [row["ids"] for row in rows]
+        return {"ids": nn.utils.rnn.pad_sequence(ids, batch_first=True), "labels": labels}
+
+    private = begin(BagOfWords(True), DataLoader(Words(), N, collate_fn=popping), of_words)
+    assert "collate" not in private.plan.unchecked
+    assert all("labels" in record for record in private.loader.dataset.records)  # type: ignore[attr-defined]
+
+
+class Mixing(Dataset[Any]):
+    """Reads a batch at once, and mixes its records (mixup in a transform)."""
+
+    def __init__(self) -> None:
+        self.tensors = records().tensors
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        return self.tensors[0][row], self.tensors[1][row]
+
+    def __getitems__(self, rows: list[int]) -> list[tuple[Tensor, Tensor]]:
+        x = self.tensors[0][rows]
+        return list(zip((x + x.roll(1, 0)) / 2, self.tensors[1][rows], strict=True))
+
+
+def mixed_transform(rows: dict[str, list[Any]]) -> dict[str, Any]:
+    x = torch.tensor(rows["x"])
+    return {"x": list((x + x.roll(1, 0)) / 2), "y": rows["y"]}
+
+
+@pytest.mark.parametrize("of_hugging_face", [False, True])
+def test_records_are_read_one_by_one_where_reading_might_mix_them(of_hugging_face: bool) -> None:
+    wanted, labels = records().tensors
+    if of_hugging_face:
+        columns = {"x": wanted.tolist(), "y": labels.tolist()}
+        data: Any = datasets.Dataset.from_dict(columns).with_transform(mixed_transform)
+        loss: Loss = lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"])  # noqa: E731
+    else:
+        data, loss = Mixing(), cross_entropy
+    private = begin(network(), data, loss)
+    (batch,) = private.loader.take(1)
+    read = batch["x"] if of_hugging_face else batch[0]
+    assert torch.equal(read, wanted)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_masks_come_from_secret_numbers_whatever_the_global_seed(workers: int) -> None:
+    """With masks from a public seed, a record more would change the masks of all others."""
+
+    def draws(seed: int | None) -> tuple[list[float], int]:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        data = DataLoader(records(), batch_size=N, num_workers=workers)
+        private = begin(network(), data, seed=seed)
+        for batch in private.loader.take(1):
+            drawn = [float(torch.rand(())), random.random(), float(np.random.rand())]  # noqa: NPY002
+            step(private, batch, cross_entropy)
+        return drawn, private.steps
+
+    one, other = draws(None), draws(None)
+    assert all(x != y for x, y in zip(one[0], other[0], strict=True))
+    assert draws(3) == draws(3)  # a seed is for experiments
 
 
 @pytest.mark.parametrize("collate", [with_statistics, with_a_count])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-Unchecked = Literal["loss", "model", "seed", "ledger", "records", "public data"]
+Unchecked = Literal["loss", "model", "seed", "ledger", "records", "public data", "collate"]
 NOT_CHECKED: dict[Unchecked, str] = {
     "loss": 'loss="unchecked": nobody tried whether the loss keeps the records apart, as epsilon '
     "assumes",
@@ -15,5 +15,7 @@ NOT_CHECKED: dict[Unchecked, str] = {
     "steps lost in a crash",
     "records": "records= was not given: the number of records is that of the data set, and is "
     "treated as public",
+    "collate": "collate_fn draws random numbers: nobody could try whether a row, or the padding of "
+    "a batch, lets one record influence another",
     "public data": "only a sample of the public records was compared with the private ones",
 }

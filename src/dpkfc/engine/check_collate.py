@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -14,20 +15,28 @@ from dpkfc.engine.batch import has_rows
 from dpkfc.engine.rng_state import kept_generators
 from dpkfc.errors import PrivacyError
 
+Collate = Callable[[list[Any]], Any]
 
-def check_collate(collate: Callable[[list[Any]], Any], records: list[Any]) -> None:
+
+def check_collate(collate: Collate, records: list[Any]) -> bool:
     """Refuse a collate function that mixes records, as mixup does.
 
     With another record in the last place, at most one row may change.
+
+    Returns:
+        False if this could not be tried: the function draws random numbers that no seed reaches, or
+        fails on a batch with two copies of a record.
     """
     changed = [*records[:-1], records[0]]
     try:
         whole, again, other = (
             tree_leaves(_seeded(collate, given)) for given in (records, records, changed)
         )
+        _check_no_statistic(collate, records)
+    except PrivacyError:
+        raise
     except Exception:
-        return  # it runs on every batch anyway, and raises its own error there
-    _check_no_statistic(collate, records)
+        return False
     for x, y, z in zip(whole, again, other, strict=False):
         comparable = isinstance(x, Tensor) and has_rows(x, len(records)) and x.shape == z.shape
         if not (comparable and torch.equal(x, y)):
@@ -38,15 +47,27 @@ def check_collate(collate: Callable[[list[Any]], Any], records: list[Any]) -> No
                 "collate_fn mixes the records of a batch (as mixup does): a record would be "
                 "clipped in several rows, and count several times. Make every row from one record"
             )
+    return all(_equal(x, y) for x, y in zip(whole, again, strict=True))
 
 
-def _check_no_statistic(collate: Callable[[list[Any]], Any], records: list[Any]) -> None:
+def is_random(collate: Collate, records: list[Any]) -> bool:
+    """True if the function draws random numbers, as for masked language models."""
+    batches = [tree_leaves(_seeded(collate, records, seed)) for seed in (0, 1)]
+    return not all(_equal(x, y) for x, y in zip(*batches, strict=True))
+
+
+def shapes(batch: Any) -> list[Any]:
+    """The shapes of all tensors in the batch."""
+    return [getattr(x, "shape", None) for x in tree_leaves(_as_dict(batch))]
+
+
+def _check_no_statistic(collate: Collate, records: list[Any]) -> None:
     """What has no entry per record must not change if all records are copies of one."""
     rows = len(records)
     batches = (records, records, *([record] * rows for record in records))
     whole, again, *alone = (_seeded(collate, given) for given in batches)
     for batch in alone:
-        if _shapes(batch) != _shapes(whole):
+        if shapes(batch) != shapes(whole):
             continue  # padded to the longest record: not comparable
         parts = (_parts_without_rows(part, rows) for part in (whole, again, batch))
         for x, y, z in zip(*parts, strict=True):
@@ -56,10 +77,6 @@ def _check_no_statistic(collate: Callable[[list[Any]], Any], records: list[Any])
                     "weights): one record would influence all others through it. Let it return "
                     "only what belongs to single records"
                 )
-
-
-def _shapes(batch: Any) -> list[Any]:
-    return [getattr(x, "shape", None) for x in tree_leaves(batch)]
 
 
 def _parts_without_rows(batch: Any, rows: int) -> list[Any]:
@@ -89,8 +106,11 @@ def _row_counts(x: Tensor) -> Counter[str]:
     return Counter(str(row.tolist()) for row in x)
 
 
-def _seeded(collate: Callable[[list[Any]], Any], records: list[Any]) -> Any:
-    """With the same random numbers each time."""
-    with kept_generators(seed=0):
-        batch = collate(list(records))
-        return dict(batch) if isinstance(batch, Mapping) else batch
+def _seeded(collate: Collate, records: list[Any], seed: int = 0) -> Any:
+    """With the same random numbers each time, on copies: the function may change its records."""
+    with kept_generators(seed):
+        return _as_dict(collate([deepcopy(record) for record in records]))
+
+
+def _as_dict(batch: Any) -> Any:
+    return dict(batch) if isinstance(batch, Mapping) else batch

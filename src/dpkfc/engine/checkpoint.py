@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpkfc.engine import lineage, resume
+from dpkfc.engine import guards, lineage, resume
 from dpkfc.engine.rng_state import get_generators, set_generators
 from dpkfc.errors import PrivacyError
 
@@ -104,11 +104,17 @@ def load(path: str | os.PathLike[str], run: PrivateRun, others: dict[str, Any]) 
 def load_run(path: str | os.PathLike[str], run: PrivateRun) -> None:
     """Read what `save_run` wrote.
 
-    The framework loads model and optimizer. Weights of another step are refused when the run
-    continues.
+    The framework has loaded model and optimizer. Weights of another step are refused.
     """
     folder, checkpoint_id, run_state, _ = _read(path, ())
-    _continue(run, folder, checkpoint_id, run_state, resume.check_state(run, run_state))
+    plan = resume.check_state(run, run_state)
+    guards.same_weights(run._weights_digest(), run_state["weights"], run_state["step"])
+    _continue(run, folder, checkpoint_id, run_state, plan)
+
+
+def run_id_of(path: str | os.PathLike[str]) -> str:
+    """The id of the run that the checkpoint belongs to."""
+    return str(_read(path, ())[2]["run"])
 
 
 def _read(

@@ -32,13 +32,13 @@ from dpkfc.engine.check_capture import (
     plain_pass,
     same_as_plain,
 )
-from dpkfc.engine.fingerprint import EXACT, Fingerprint, difference, differing_keys
+from dpkfc.engine.fingerprint import EXACT, SAME, Fingerprint, difference, differing_keys
 from dpkfc.engine.rng_state import kept_generators
+from dpkfc.engine.trial import ROWS, Trial
 from dpkfc.errors import CaptureError, PrivacyError
 from dpkfc.per_sample.base import ParamKey, PreconditionerOf, no_preconditioner
 from dpkfc.per_sample.capture import CapturedGrads, GradientCapture, Hook
 
-ROWS = 4  # records in a trial batch
 DRAWS = 4  # random seeds with which the reduction is tried
 ROUNDED = 1.1  # largest factor by which rounding, also in bfloat16, changes the norm of a gradient
 MEAN_OR_SUM = 1.4  # the limit for random losses, about √2: between the ratios 1 and 2
@@ -187,12 +187,12 @@ def check_isolation(
 def check_loss(
     model: nn.Module,
     capture: GradientCapture,
-    batch: Any,
-    rows: int,
+    trial: Trial,
     loss: Callable[[nn.Module, Any], Tensor],
     mean_loss: bool,
 ) -> None:
     """Try model and loss together on a few records, and the declared reduction on half of them."""
+    batch, rows = trial.batch, trial.rows
 
     def loss_of(inputs: Any) -> Tensor:
         return scalar_loss(model, inputs, loss)
@@ -208,6 +208,7 @@ def check_loss(
     _check_capture(model, capture, batch, rows, loss_of, plain)
     _check_records_apart(model, capture, batch, rows, loss_of, "the model or the loss")
     with _kept_buffers(model), _eval_mode(model):
+        _check_padding(model, capture, trial, loss_of)
         _check_reduction(model, capture, batch, rows, loss_of, mean_loss)
 
 
@@ -328,6 +329,28 @@ def _check_records_apart(
                 shared_by_samples(capture, model, differing)
             records_stay_apart(among_others, among_copies, model, who)
         capture.reuse_workspaces()
+
+
+def _check_padding(
+    model: nn.Module, capture: GradientCapture, trial: Trial, loss_of: LossOfBatch
+) -> None:
+    """A record's gradient must not depend on how far the longest record of its batch pads it."""
+    if not trial.alone:
+        return
+    whole = _gradients(model, capture, trial.batch, loss_of)
+    for row, less_padded in trial.alone.items():
+        alone = _gradients(model, capture, less_padded, loss_of)
+        one_hot = torch.eye(trial.rows)[row]
+        differs = difference(Fingerprint.of(whole, one_hot), Fingerprint.of(alone, one_hot), SAME)
+        if differs is not None:
+            raise PrivacyError(
+                "a record's gradient depends on how far its batch is padded, and so on the longest "
+                f"record of the batch (by {differs.share:.2g} of its length, most at "
+                f"{describe_key(model, differs.key)}). Mask what is padded: pass attention_mask, "
+                "and position_ids if the padding is on the left; use no mean, maximum or "
+                "normalisation over padded positions. Or pad all records to one length"
+            )
+    capture.reuse_workspaces()
 
 
 def _check_reduction(

@@ -127,6 +127,8 @@ class LoaderEvents(Protocol):
 
     def _begin_batch(self, chunk: Chunk, batch: Any) -> None: ...
 
+    def _seed_generators(self, key: bytes) -> None: ...
+
     def _take_empty_step(self, chunk: Chunk) -> None: ...
 
     def _end_iteration(self) -> None: ...
@@ -242,6 +244,8 @@ class PrivateLoader:
             chain = key
             for step in range(first, first + steps):
                 rows = sampler.draw(sub_key(chain, "sampling"), step)
+                if not self._options.get("num_workers"):
+                    self._run._seed_generators(chain)  # records are read in this process
                 for chunk, part in split(step, rows, self._at_most):
                     drawn.append(chunk)
                     if part:
@@ -251,6 +255,8 @@ class PrivateLoader:
         dataset, options = self.dataset, self._options
         if type(dataset) is TensorDataset and "collate_fn" not in options:
             dataset, options = _WholeBatches(dataset), {**options, "collate_fn": _unchanged}
+        elif not _reads_records_apart(dataset):
+            dataset = _OneByOne(dataset)
         # for the seeds of workers, so that the global generator is not used
         generator = torch.Generator()
         generator.manual_seed(int.from_bytes(sub_key(key, "workers")[:7], "big"))
@@ -284,6 +290,28 @@ class _WholeBatches(Dataset[Any]):
     def __getitems__(self, rows: list[int]) -> list[torch.Tensor]:
         index = torch.tensor(rows)
         return [tensor.index_select(0, index.to(tensor.device)) for tensor in self.tensors]
+
+
+def _reads_records_apart(dataset: Any) -> bool:
+    """False if a data set may read several records at once in a way of its own.
+
+    A transform of a Hugging Face data set (`with_transform`) gets all records of a batch, and might
+    mix them.
+    """
+    if not hasattr(dataset, "__getitems__"):
+        return True
+    of_hugging_face = type(dataset).__module__.startswith("datasets.")
+    return of_hugging_face and getattr(dataset, "_format_type", "custom") != "custom"
+
+
+class _OneByOne(Dataset[Any]):
+    """Every record read on its own, as the trial of the loss has read it."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, row: int) -> Any:
+        return self._dataset[row]
 
 
 def _unchanged(batch: Any) -> Any:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import default_collate
 
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.accounting.unchecked import Unchecked
 from dpkfc.clipping import AutomaticClipping
 from dpkfc.engine.capture_model import capture_for
-from dpkfc.engine.check_collate import check_collate
-from dpkfc.engine.checks import ROWS, check_loss, check_model, check_optimizer
+from dpkfc.engine.checks import check_loss, check_model, check_optimizer
 from dpkfc.engine.guards import single_process
-from dpkfc.engine.loader import Source, read_source
+from dpkfc.engine.loader import read_source
 from dpkfc.engine.options import Options
-from dpkfc.engine.rng_state import kept_generators
 from dpkfc.engine.run import PrivateRun
+from dpkfc.engine.trial import trials_of
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.base import Geometry
 from dpkfc.geometry.identity import Identity
@@ -31,9 +28,7 @@ from dpkfc.optim.base import NoiseAware
 from dpkfc.per_sample.capture import GradientCapture
 from dpkfc.planning.choose_noise import Noise, choose
 from dpkfc.planning.plan import Plan, batches
-from dpkfc.probes.public import LABELS, check_apart
-
-INSPECTED = 128  # records, to find some with different targets for the trial of the loss
+from dpkfc.probes.public import check_apart
 
 
 def make_private(
@@ -129,7 +124,7 @@ def make_private(
     check_optimizer(model, optimizer)
     geometry = Identity() if geometry is None else geometry
     public_data_checked = check_apart(geometry, source.dataset)
-    trials = _trial_batches(source, declared_loss is not None)
+    trials, collate_checked = trials_of(source, declared_loss is not None)
     not_checked: dict[Unchecked, bool] = {
         "loss": declared_loss is None,
         "model": not options.check,
@@ -137,14 +132,15 @@ def make_private(
         "ledger": ledger is None,
         "records": records is None,
         "public data": not public_data_checked,
+        "collate": not collate_checked,
     }
     records = len(source) if records is None else records
     batch_size, steps = batches(records, batch_size, epochs, steps)
 
     def check(capture: GradientCapture) -> None:
-        for batch, rows in trials if declared_loss is not None else ():
+        for trial in trials if declared_loss is not None else ():
             assert declared_loss is not None
-            check_loss(model, capture, batch, rows, declared_loss, options.loss_reduction == "mean")
+            check_loss(model, capture, trial, declared_loss, options.loss_reduction == "mean")
 
     capture = capture_for(model, options.vmap_modules, check)
     try:
@@ -252,42 +248,6 @@ def _check_arguments(
             "grad_scaler= with a fused optimizer: it would divide the private gradient by the "
             "scale once more. Build the optimizer with fused=False"
         )
-
-
-def _trial_batches(source: Source, has_loss: bool) -> list[tuple[Any, int]]:
-    """Two batches of a few records each, to try the loss on, with their sizes."""
-    collate = source.options.get("collate_fn", default_collate)
-    if not has_loss and collate is default_collate:
-        return []
-    with kept_generators():
-        records = _records_with_different_targets(source)
-        parts = [part for part in (records[:ROWS], records[ROWS:]) if len(part) > 1]
-        trials = [(collate(part), len(part)) for part in parts]
-    if trials:
-        check_collate(collate, records)
-    return trials
-
-
-def _records_with_different_targets(source: Source) -> list[Any]:
-    """A few records, with as many different targets as there are among some of the data set.
-
-    A loss with class weights divides by the weights of the whole batch, which cannot be seen on
-    records of one class.
-    """
-    rows = random.Random(0).sample(range(len(source)), min(INSPECTED, len(source)))
-    first: dict[str, Any] = {}
-    others = []
-    for record in (source.dataset[row] for row in rows):
-        if first.setdefault(_target(record), record) is not record:
-            others.append(record)
-    return [*first.values(), *others][: 2 * ROWS]
-
-
-def _target(record: Any) -> str:
-    """The last part of a tuple, or the label of a dict, as a string that equal ones share."""
-    if isinstance(record, Mapping):
-        return str([record.get(name) for name in LABELS])
-    return str(record[-1]) if isinstance(record, tuple | list) else ""
 
 
 def _rescaled_after_noise(geometry: Geometry) -> str | None:

@@ -31,6 +31,13 @@ def set_generators(state: dict[str, Any]) -> None:
     np.random.set_state(state["numpy"])  # noqa: NPY002
 
 
+def seed_generators(key: bytes) -> None:
+    """Start all generators from a secret key of 32 bytes."""
+    torch.manual_seed(int.from_bytes(key[:7], "big"))
+    random.seed(key[7:23])
+    np.random.seed(int.from_bytes(key[23:27], "big"))  # noqa: NPY002
+
+
 @contextmanager
 def kept_generators(seed: int | None = None) -> Iterator[None]:
     """Restore the generators at the end of the block; inside, start them from `seed` if given."""

@@ -32,6 +32,7 @@ from dpkfc.engine.fingerprint import Fingerprint
 from dpkfc.engine.loader import Chunk, PrivateLoader, Source
 from dpkfc.engine.loss_comparison import LoopTrace, Loss, compare_with_declared_loss, random_weights
 from dpkfc.engine.options import Options
+from dpkfc.engine.rng_state import seed_generators
 from dpkfc.engine.step import Sums, add_sums_, clip_and_sum, release, write_grads
 from dpkfc.geometry.base import Geometry
 from dpkfc.noise.factorization import Factorization
@@ -297,9 +298,21 @@ class PrivateRun:
         if step in self._secret_steps:
             self._check_due = True
             self._capture.verify_adapters()
+        self._seed_generators(self._key)
         # at the current weights, which are public: results of earlier steps
         if self.geometry.due(self.steps):
             self.geometry.refresh(self.model, self._capture, self.steps)
+
+    def _seed_generators(self, key: bytes) -> None:
+        """Dropout and augmentation draw from secret numbers, unless the run has a seed.
+
+        Records take their random numbers from the global generators one after another. With one
+        record more, all others get different masks. If the masks are secret, these are only other
+        draws from the same distribution. If they came from a public seed, the sum could change by
+        more than the clip.
+        """
+        if "seed" not in self.plan.unchecked:
+            seed_generators(sub_key(key, "generators"))
 
     def _take_empty_step(self, chunk: Chunk) -> None:
         """A batch without records takes its step of pure noise; the loop does not see it."""

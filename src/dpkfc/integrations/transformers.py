@@ -39,15 +39,28 @@ from dpkfc.losses import mean_over_records
 
 log = logging.getLogger(__name__)
 
-IGNORED = -100  # the label of positions without a loss
+for _name in ("_prepare_for_training", "get_batch_samples", "_finalize_training"):
+    if not hasattr(Trainer, _name):
+        raise ImportError(
+            f"this version of transformers has no Trainer.{_name}, which PrivateTrainer needs: "
+            "install transformers>=5.22"
+        )
+
+IGNORE_INDEX = -100  # the label of positions without a loss
+# environment variables with which trackers upload whole checkpoints
+UPLOADING = {
+    "WANDB_LOG_MODEL": ("checkpoint",),
+    "HF_MLFLOW_LOG_ARTIFACTS": ("true", "1"),
+    "HF_DVCLIVE_LOG_MODEL": ("all",),
+}
 STATE_FOLDER = "dpkfc"  # in each checkpoint of the Trainer
 DEFAULT_MAX_GRAD_NORM = 1.0  # of TrainingArguments
-TRIED_RECORDS = 16  # until one is found that has labels
+MAX_RECORDS_TRIED = 16  # until one is found that has labels
 # relative difference of two ways to compute one loss, in float32 and in bfloat16
-SAME_LOSS, SAME_HALF_LOSS = 1e-4, 1e-2
+LOSS_RTOL, HALF_LOSS_RTOL = 1e-4, 1e-2
 
 # arguments of make_private that the Trainer's own arguments decide
-OWNED = {
+SET_BY_TRAINER = {
     "model": "model=",
     "optimizer": "optimizers= or TrainingArguments",
     "dataset": "train_dataset=",
@@ -57,8 +70,8 @@ OWNED = {
     "batch_size": "per_device_train_batch_size and gradient_accumulation_steps",
     "max_physical_batch_size": "per_device_train_batch_size",
 }
-# methods of these modules compute a mean over all tokens of a batch, which is replaced
-REPLACED_LOSSES = ("transformers.trainer", "trl.trainer.sft_trainer")
+# compute_loss of these modules averages over all tokens of a batch; record_loss is used instead
+REPLACED_LOSS_MODULES = ("transformers.trainer", "trl.trainer.sft_trainer")
 
 
 class PrivateTrainer(Trainer):
@@ -80,27 +93,23 @@ class PrivateTrainer(Trainer):
 
     **Guarantee.** That of `make_private` for the records of `train_dataset`: the weights, and all
     that is logged or saved without "not_private" in its name, are (ε, δ)-differentially private.
-    Evaluation on other records is not concerned. What is logged as "loss_not_private" is exact.
+    Evaluation on other records costs no budget. What is logged as "loss_not_private" is exact.
     """
 
     def __init__(self, *args: Any, privacy: Mapping[str, Any], **kwargs: Any) -> None:
         self.privacy = _checked_privacy(privacy)
         self.run: PrivateRun | None = None
+        _warn_of_private_evaluation(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
         super().__init__(*args, **kwargs)
-        _check_settings(self.args, self.data_collator, self.model)
+        _check_settings(self)
         if self.args.max_grad_norm == DEFAULT_MAX_GRAD_NORM:
             log.info(
                 "max_grad_norm is not used: the gradient of each record is clipped to "
                 f"clip={self.privacy.get('clip', 1.0)} of privacy="
             )
-        if self.eval_dataset is not None and self.eval_dataset is self.train_dataset:
-            log.warning(
-                "eval_dataset is the private train_dataset: its metrics are exact, not private, "
-                "and so is every choice that follows from them"
-            )
-        self._steps: Iterator[Iterator[Any]] = iter(())
+        self._logical_batches: Iterator[Iterator[Any]] = iter(())
         # for token losses: do the logits of a position predict the label of the next one?
-        self._shifted: bool | None = None
+        self._labels_shifted: bool | None = None
 
     # -- the loss
 
@@ -111,21 +120,21 @@ class PrivateTrainer(Trainer):
         tried on a few records before any budget is spent.
         """
         inputs = dict(inputs)
-        if type(self).compute_loss.__module__ not in REPLACED_LOSSES:
+        if type(self).compute_loss.__module__ not in REPLACED_LOSS_MODULES:
             return cast(Tensor, self.compute_loss(model, inputs))
         if self.compute_loss_func is not None:
             labels = inputs.pop("labels", None)
             value = self.compute_loss_func(model(**inputs), labels, num_items_in_batch=None)
             return cast(Tensor, value)
-        smoothing = self.args.label_smoothing_factor
-        if self._shifted is not None:
+        smoothing = 0.0 if self.label_smoother is None else self.args.label_smoothing_factor
+        if self._labels_shifted is not None:
             labels = inputs["labels"]
             logits = _logits(model(**_without_labels(model, inputs)))
-            return token_loss(logits, labels, self._shifted, smoothing)
+            return token_loss(logits, labels, self._labels_shifted, smoothing)
         if smoothing and "labels" in inputs:
             labels = inputs.pop("labels")
             return F.cross_entropy(_logits(model(**inputs)), labels, label_smoothing=smoothing)
-        return _own_loss(model(**inputs))
+        return _model_loss(model(**inputs))
 
     def _declared_loss(self, model: nn.Module, batch: Any) -> Tensor:
         with self.compute_loss_context_manager():
@@ -136,10 +145,13 @@ class PrivateTrainer(Trainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
-        """Model, optimizer and weights are complete afterwards: make the run."""
-        if self.run is not None:
-            _check_again(self.run, resume_from_checkpoint, self.privacy.get("ledger"))
-            self.run.detach(resumable=True)
+        """Make the run, once model and optimizer are prepared and their checkpoint is loaded."""
+        _check_settings(self)
+        earlier, ledger = self.run, self.privacy.get("ledger")
+        if earlier is not None:
+            folder = resume_from_checkpoint and Path(resume_from_checkpoint) / STATE_FOLDER
+            _check_second_training(earlier, folder, ledger)
+            earlier.detach(resumable=True)
         model, train_dataloader = super()._prepare_for_training(
             max_steps, train_dataloader, resume_from_checkpoint
         )
@@ -149,11 +161,11 @@ class PrivateTrainer(Trainer):
                 "captured: train on one device, without torch_compile"
             )
         assert model is not None
-        self._shifted = self._choose_token_loss(model)
+        self._labels_shifted = self._choose_token_loss(model)
         self.run = make_private(
             model,
             cast(Optimizer, self.optimizer),
-            self._records,
+            self._source_loader,
             loss=self._declared_loss,
             steps=max_steps,
             batch_size=self.get_total_train_batch_size(self.args),
@@ -162,7 +174,7 @@ class PrivateTrainer(Trainer):
         )
         if resume_from_checkpoint is not None:
             _load_run(Path(resume_from_checkpoint) / STATE_FOLDER, self.run)
-        self._steps = self.run.loader.by_step(max_steps)
+        self._logical_batches = self.run.loader.by_step(max_steps)
         return model, train_dataloader
 
     def _choose_token_loss(self, model: nn.Module) -> bool | None:
@@ -171,7 +183,7 @@ class PrivateTrainer(Trainer):
         For one record alone, the mean over its tokens is the loss that the model itself returns. So
         the alignment is the one that agrees with the model.
         """
-        custom = type(self).compute_loss.__module__ not in REPLACED_LOSSES
+        custom = type(self).compute_loss.__module__ not in REPLACED_LOSS_MODULES
         if custom or self.compute_loss_func is not None:
             return None
         batch = self._one_labelled_record()
@@ -181,32 +193,33 @@ class PrivateTrainer(Trainer):
         model.eval()
         try:
             with kept_generators(0), torch.no_grad(), self.compute_loss_context_manager():
-                return _alignment(model, self._prepare_inputs(batch))
+                likely = getattr(self, "_loss_shifts_labels", True)
+                return _labels_shifted(model, self._prepare_inputs(batch), likely)
         finally:
             model.train(was_training)
 
     def _one_labelled_record(self) -> dict[str, Any] | None:
         """A batch of one record with a label per token; None if labels are not of that kind."""
-        source = read_source(self._records)
+        source = read_source(self._source_loader)
         collate = source.options["collate_fn"]
-        for index in range(min(TRIED_RECORDS, len(source))):
+        for index in range(min(MAX_RECORDS_TRIED, len(source))):
             with kept_generators(index):
                 batch = collate([source.dataset[index]])
             labels = batch.get("labels") if isinstance(batch, Mapping) else None
             if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_floating_point():
                 return None
-            if int((labels[:, 1:] != IGNORED).sum()) > 0:
+            if int((labels[:, 1:] != IGNORE_INDEX).sum()) > 0:
                 return dict(batch)
         raise ValueError(
-            f"none of the first {TRIED_RECORDS} records has a label to learn from (all are "
-            f"{IGNORED}): check the data set and data_collator"
+            f"none of the first {MAX_RECORDS_TRIED} records has a label to learn from (all are "
+            f"{IGNORE_INDEX}): check the data set and data_collator"
         )
 
     # -- the Trainer's loop
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Positions that the Trainer counts; `get_batch_samples` draws the batches themselves."""
-        self._records = super().get_train_dataloader()
+        """Numbers for the Trainer to count; `get_batch_samples` draws the batches themselves."""
+        self._source_loader = super().get_train_dataloader()
         per_epoch = math.ceil(self._public_records() / self.get_total_train_batch_size(self.args))
         positions = range(per_epoch * self.args.gradient_accumulation_steps)
         # a generator of its own: the global one is not used
@@ -214,7 +227,7 @@ class PrivateTrainer(Trainer):
 
     def _public_records(self) -> int:
         records = self.privacy.get("records")
-        return len(read_source(self._records)) if records is None else int(records)
+        return len(read_source(self._source_loader)) if records is None else int(records)
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """The public number of records for training."""
@@ -230,7 +243,7 @@ class PrivateTrainer(Trainer):
         The first part holds all physical batches, the others none.
         """
         positions = list(islice(epoch_iterator, num_batches))
-        batch = next(self._steps, None) if positions else None
+        batch = next(self._logical_batches, None) if positions else None
         if batch is None:
             return [], None
         return [batch, *(iter(()) for _ in positions[1:])], None
@@ -264,7 +277,7 @@ class PrivateTrainer(Trainer):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         assert self.run is not None
-        self._steps.close()  # type: ignore[attr-defined]
+        self._logical_batches.close()  # type: ignore[attr-defined]
         taken, planned = self.run.charged, self.run.plan.steps
         if taken < planned:
             log.warning(
@@ -278,12 +291,16 @@ class PrivateTrainer(Trainer):
     # -- what is written
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """With epsilon. Losses of the private records are called what they are."""
+        """Adds epsilon, and renames the exact losses of the private records."""
         for name in ("loss", "train_loss"):
             if name in logs:
                 logs[f"{name}_not_private"] = logs.pop(name)
         if self.run is not None:
             logs["epsilon"] = _rounded_up(self.run.epsilon())
+            if (ledger := self.privacy.get("ledger")) is not None:
+                logs["epsilon_of_all_runs"] = _rounded_up(ledger.epsilon(self.run.plan.delta))
+        # TRL would add exact statistics of the private tokens
+        getattr(self, "_metrics", {}).get("train", {}).clear()
         super().log(logs, start_time)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -292,6 +309,18 @@ class PrivateTrainer(Trainer):
         card = Path(self.args.output_dir or "") / "README.md"
         if self.run is not None and card.exists():
             card.write_text(f"{card.read_text()}\n{privacy_section(self.run)}", encoding="utf-8")
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        assert self.run is not None and best is not None
+        folder = Path(best) / STATE_FOLDER
+        if not folder.is_dir() or checkpoint.run_id_of(folder) != self.run.run_id:
+            raise PrivacyError(
+                f"the best checkpoint '{best}' was not saved by this run, so its weights are not "
+                "covered by this run's epsilon. Train into an empty output_dir, and save with "
+                "save_only_model=False"
+            )
+        super()._load_best_model()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -326,28 +355,32 @@ def token_loss(logits: Tensor, labels: Tensor, shifted: bool, smoothing: float =
     >>> round(float(token_loss(logits, labels, shifted=False)), 4)
     1.3863
     """
-    labels = F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORED)
+    labels = F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORE_INDEX)
     if shifted:
         logits, labels = logits[:, :-1], labels[:, 1:]
     losses = F.cross_entropy(
         logits.flatten(0, 1).float(),
         labels.flatten(),
-        ignore_index=IGNORED,
+        ignore_index=IGNORE_INDEX,
         reduction="none",
         label_smoothing=smoothing,
     )
-    return mean_over_records(losses.view_as(labels), labels != IGNORED)
+    return mean_over_records(losses.view_as(labels), labels != IGNORE_INDEX)
 
 
-def _alignment(model: nn.Module, inputs: dict[str, Any]) -> bool | None:
-    """See `PrivateTrainer._choose_token_loss`; `inputs` is one record."""
+def _labels_shifted(model: nn.Module, inputs: dict[str, Any], likely: bool) -> bool | None:
+    """See `PrivateTrainer._choose_token_loss`; `inputs` is one record.
+
+    `likely` is tried first: a head of zeros has the same loss in both ways.
+    """
     labels = inputs["labels"]
-    own = float(_own_loss(model(**inputs)))
+    own = float(_model_loss(model(**inputs)))
     logits = _logits(model(**_without_labels(model, inputs)))
     if logits.dim() != labels.dim() + 1:
         return None
-    losses = {shifted: float(token_loss(logits, labels, shifted)) for shifted in (True, False)}
-    tolerance = SAME_LOSS if logits.dtype is torch.float32 else SAME_HALF_LOSS
+    ways = (likely, not likely)
+    losses = {shifted: float(token_loss(logits, labels, shifted)) for shifted in ways}
+    tolerance = LOSS_RTOL if logits.dtype is torch.float32 else HALF_LOSS_RTOL
     for shifted, loss in losses.items():
         if math.isclose(loss, own, rel_tol=tolerance):
             return shifted
@@ -360,7 +393,7 @@ def _alignment(model: nn.Module, inputs: dict[str, Any]) -> bool | None:
 
 
 def _without_labels(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Inputs for logits alone; a decoder that is fed the shifted labels still gets them."""
+    """Inputs for logits alone; encoder-decoder models still get their decoder_input_ids."""
     inputs = dict(inputs)
     labels = inputs.pop("labels")
     shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
@@ -375,7 +408,7 @@ def _logits(outputs: Any) -> Tensor:
     return logits
 
 
-def _own_loss(outputs: Any) -> Tensor:
+def _model_loss(outputs: Any) -> Tensor:
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
     if not isinstance(loss, Tensor):
         raise ValueError(
@@ -394,10 +427,12 @@ def _checked_privacy(privacy: Any) -> dict[str, Any]:
             'privacy= is a dict of arguments of make_private, such as {"epsilon": 3, "delta": '
             f"1e-5}}, not {type(privacy).__name__}"
         )
-    allowed = [name for name in inspect.signature(make_private).parameters if name not in OWNED]
+    allowed = [
+        name for name in inspect.signature(make_private).parameters if name not in SET_BY_TRAINER
+    ]
     for name in privacy:
-        if name in OWNED:
-            raise ValueError(f"privacy: {name} is decided by {OWNED[name]} of the Trainer")
+        if name in SET_BY_TRAINER:
+            raise ValueError(f"privacy: {name} is decided by {SET_BY_TRAINER[name]} of the Trainer")
         if name not in allowed:
             nearest = difflib.get_close_matches(name, allowed, n=1)
             hint = f" Did you mean {nearest[0]}?" if nearest else ""
@@ -447,9 +482,10 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 )
 
 
-def _check_settings(args: Any, data_collator: Any, model: Any) -> None:
+def _check_settings(trainer: PrivateTrainer) -> None:
     """Refuse settings that privacy replaces or forbids."""
-    if getattr(getattr(model, "config", None), "output_router_logits", False):
+    args = trainer.args
+    if getattr(getattr(trainer.model, "config", None), "output_router_logits", False):
         raise ValueError(
             "output_router_logits=True in the model's config: the auxiliary loss of a mixture of "
             "experts is computed from all records of a batch. Set it to False (with TRL, "
@@ -459,21 +495,37 @@ def _check_settings(args: Any, data_collator: Any, model: Any) -> None:
         value = getattr(args, name, None)
         if refused(value):
             raise ValueError(f"{name}={value!r} cannot be used in a private Trainer: {why}")
-    if isinstance(data_collator, DataCollatorWithFlattening):
+    for name, values in UPLOADING.items():
+        if os.environ.get(name, "").lower() in values:
+            raise ValueError(
+                f"{name}={os.environ[name]} uploads checkpoints, which hold the keys of future "
+                "noise: unset it"
+            )
+    if isinstance(trainer.data_collator, DataCollatorWithFlattening):
         raise ValueError(
             "DataCollatorWithFlattening joins all records of a batch into one row: use "
             "DataCollatorWithPadding"
         )
 
 
-def _check_again(run: PrivateRun, resume_from_checkpoint: str | None, ledger: Any) -> None:
+def _check_second_training(run: PrivateRun, resumed: Any, ledger: Any) -> None:
     """A second `train` spends the budget a second time, unless it continues the first."""
-    if run.charged and resume_from_checkpoint is None and ledger is None:
+    continues = resumed and resumed.is_dir() and checkpoint.run_id_of(resumed) == run.run_id
+    if run.charged and not continues and ledger is None:
         raise PrivacyError(
             f"this Trainer has trained already, and spent epsilon = {_rounded_up(run.epsilon())}: "
-            "training again on the same records adds to it. Continue with "
+            "training again on the same records adds to it. Continue it with "
             'resume_from_checkpoint, or give a ledger (privacy={"ledger": dpkfc.Ledger(...)}), '
             "which adds up all runs"
+        )
+
+
+def _warn_of_private_evaluation(train_dataset: Any, eval_dataset: Any) -> None:
+    evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+    if any(each is train_dataset for each in evaluated if each is not None):
+        log.warning(
+            "eval_dataset is the private train_dataset: its metrics are exact, not private, and so "
+            "is every choice that follows from them"
         )
 
 
@@ -493,11 +545,11 @@ def _load_run(folder: Path, run: PrivateRun) -> None:
         )
 
 
-# -- what is said
+# -- reporting
 
 
 def _rounded_up(epsilon: float) -> float:
-    return math.ceil(epsilon * 1e4) / 1e4
+    return math.ceil(epsilon * 1e4) / 1e4 if math.isfinite(epsilon) else epsilon
 
 
 def privacy_section(run: PrivateRun) -> str:
@@ -516,4 +568,4 @@ def privacy_section(run: PrivateRun) -> str:
         "Training losses are exact functions of the private records and are not covered.",
         "",
     ]
-    return os.linesep.join(lines)
+    return "\n".join(lines)
