@@ -219,14 +219,17 @@ class PrivateRun:
         """Continue from `save(path)`: bit for bit as if the run had not been interrupted."""
         checkpoint.load(path, self, others)
 
-    def detach(self) -> None:
-        """Remove all hooks. Trained weights stay, and the budget that was spent stays spent."""
+    def detach(self, *, close: bool = True) -> None:
+        """Remove all hooks. Trained weights stay, and the budget that was spent stays spent.
+
+        With ``close=False`` the run stays open in its ledger, where another one may continue it.
+        """
         self._drop_batch()
         self.detached = True
         self._capture.remove()
         for hook in self._hooks:
             hook.remove()
-        if self._ledger is not None and self._ledger_open:
+        if close and self._ledger is not None and self._ledger_open:
             self._ledger.close_run(self.run_id)
 
     # -- the loader draws batches
