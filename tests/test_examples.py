@@ -32,6 +32,7 @@ class Expected(NamedTuple):
 EXPECTED = {
     "correlated_noise": Expected(2, 8.0, 0.7, ("sklearn",)),
     "custom_layer": Expected(1, 3.0, 0.6, ("sklearn",)),
+    "flower_app": Expected(2, 3.0, 0.2, ("sklearn", "flwr")),
     "lora_transformer": Expected(1, 3.0, 0.7, ("transformers", "peft")),
     "mnist_cnn": Expected(2, 3.0, 0.5, ("sklearn",)),
     "own_csv": Expected(1, 2.0, 0.75, ()),

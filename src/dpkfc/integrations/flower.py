@@ -163,6 +163,11 @@ class PrivateClient:
         self.plan = Plan.make(
             **planned, clip=1.0 if clip == "auto" else clip, accountant=options.accountant
         )
+        if self.plan.noise_multiplier == 0:
+            raise PrivacyError(
+                "noise_multiplier=0: what the client sends would not be private. Give epsilon, or "
+                "a noise multiplier above 0"
+            )
         self._dataset = dataset
         self._settings: dict[str, Any] = {
             **planned,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import (
-    ArrayRecord,
-    ConfigRecord,
-    Context,
-    Error,
-    Message,
-    Metadata,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
+from messages import context, fit_message, reason, train_message, weights_in
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -88,28 +79,7 @@ def train(client: PrivateClient, weights: Any) -> None:
 def message_with(
     state: dict[str, Tensor] | None = None, kind: str = "train", server_round: int = 1
 ) -> Message:
-    arrays = ArrayRecord(network().state_dict() if state is None else state)
-    config = ConfigRecord({"server-round": server_round})
-    return as_from_the_server(RecordDict({"arrays": arrays, "config": config}), kind)
-
-
-def as_from_the_server(content: RecordDict, kind: str) -> Message:
-    metadata = Metadata(
-        run_id=1,
-        message_id="1",
-        src_node_id=0,
-        dst_node_id=1,
-        reply_to_message_id="",
-        group_id="",
-        created_at=time.time(),
-        ttl=3600.0,
-        message_type=kind,
-    )
-    return Message(content, metadata=metadata)
-
-
-def context() -> Context:
-    return Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
+    return train_message(network().state_dict() if state is None else state, kind, server_round)
 
 
 def app_of(
@@ -135,17 +105,6 @@ def app_of(
 
 def ask(app: ClientApp, message: Message | None = None) -> Message:
     return app(message_with() if message is None else message, context())
-
-
-def weights_in(reply: Message) -> dict[str, Tensor]:
-    assert not reply.has_error(), reply.error.reason
-    (record,) = reply.content.array_records.values()
-    return record.to_torch_state_dict()
-
-
-def reason(reply: Message) -> str:
-    assert reply.has_error()
-    return str(reply.error.reason)
 
 
 def charged(folder: Path) -> list[int]:
@@ -399,6 +358,24 @@ def test_neighbouring_data_sets_differ_by_at_most_the_clip_at_any_weights_of_the
         seen.append(sums.steps[0])
     distance = float((seen[0] - seen[1]).norm()) / CLIP
     assert 0.9 < distance <= 1 + 1e-5, "the last record saturates the clip"
+
+
+def test_a_clip_from_probes_follows_the_weights_of_each_round(tmp_path: Path) -> None:
+    clips = []
+
+    def keep(client: PrivateClient) -> None:
+        assert client._round is not None
+        plan = client._round.run.plan
+        clips.append(plan.clip)
+        assert plan.noise_scale == pytest.approx(plan.noise_multiplier * plan.clip, rel=1e-2)
+
+    geometry = GEOMETRIES["DP-KFC"]
+    app = app_of(lambda: client_of(tmp_path, clip="auto", geometry=geometry()), begun=keep)
+    for scale in (1.0, 3.0):
+        state = {name: scale * value for name, value in network().state_dict().items()}
+        weights_in(ask(app, message_with(state)))
+    assert clips[0] != clips[1]
+    assert charged(tmp_path) == [2 * LOCAL_STEPS], "one run: the noise is relative to the clip"
 
 
 def test_the_geometry_is_the_same_at_every_client_and_nothing_of_it_is_sent(
@@ -691,6 +668,11 @@ def test_a_geometry_from_private_records_is_refused(tmp_path: Path) -> None:
         client_of(tmp_path, geometry=geometry)
 
 
+def test_rounds_without_noise_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(dpkfc.PrivacyError, match="noise_multiplier=0.*not be private"):
+        client_of(tmp_path, epsilon=None, noise_multiplier=0.0)
+
+
 # -- NumPyClient
 
 
@@ -703,15 +685,6 @@ class Hospital(NumPyClient):
         return self.client.arrays(), self.client.records, self.metrics
 
 
-def fit_message() -> Message:
-    from flwr.common import FitIns, ndarrays_to_parameters
-    from flwr.compat.common.recorddict_compat import fitins_to_recorddict
-
-    arrays = [value.numpy() for value in network().state_dict().values()]
-    fit = FitIns(ndarrays_to_parameters(arrays), {})
-    return as_from_the_server(fitins_to_recorddict(fit, True), "train")
-
-
 @pytest.mark.parametrize("metrics", [{}, {"train_loss": 0.3}], ids=["none", "loss"])
 def test_a_numpy_client_sends_weights_and_the_public_number_of_records(
     metrics: dict[str, float], tmp_path: Path
@@ -720,7 +693,7 @@ def test_a_numpy_client_sends_weights_and_the_public_number_of_records(
         lambda context: Hospital(client_of(tmp_path), metrics).to_client(),
         mods=[only_private_replies],
     )
-    replies = [app(fit_message(), context()) for _ in range(ROUNDS + 1)]
+    replies = [app(fit_message(network()), context()) for _ in range(ROUNDS + 1)]
     if metrics:
         assert [reason(reply) for reply in replies[:-1]] == [REASON_KEPT] * ROUNDS
     else:
