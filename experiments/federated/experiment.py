@@ -20,6 +20,7 @@ from dpkfc.app.reports.figures import finish, new_figure
 from experiments.common.options import ReproduceOptions
 from experiments.common.study import read
 from experiments.federated.simulation import (
+    HIDDEN,
     METHODS,
     Federation,
     FederationResult,
@@ -133,6 +134,8 @@ def _row(best: Federation, validation: float, results: Sequence[FederationResult
 
 
 def markdown(rows: list[Row], setting: Federation, tries: int, command: str) -> str:
+    quick = setting.dataset == "digits"
+    network = "A small CNN" if quick else f"A perceptron with {HIDDEN} hidden units"
     lines = [
         f"# Federated clients on {setting.dataset}, epsilon = {setting.epsilon:g} per client",
         "",
@@ -144,9 +147,9 @@ def markdown(rows: list[Row], setting: Federation, tries: int, command: str) -> 
             for row in rows
         ),
         "",
-        f"{setting.clients} clients, {setting.rounds} rounds of {setting.local_steps} local steps, "
-        f"expected batch size {setting.batch_size}, clip 1, plain SGD at the clients, FedAvg at "
-        "the server, simulated by Flower. Every client has ε = "
+        f"{network}. {setting.clients} clients, {setting.rounds} rounds of {setting.local_steps} "
+        f"local steps, expected batch size {setting.batch_size}, clip 1, plain SGD at the "
+        "clients, FedAvg at the server, simulated by Flower. Every client has ε = "
         f"{setting.epsilon:g} at δ = {setting.delta:g} for all rounds together, charged to its own "
         f"ledger (at the end: {max(row.epsilon for row in rows):.4f}). Test: mean ± standard "
         "deviation over the seeds (their number). The tries, and the choice among them by records "

@@ -23,12 +23,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dpkfc
-from dpkfc.app.models import digits_cnn, paper_cnn
+from dpkfc.app.models import digits_cnn
+from dpkfc.app.models.mlp import mlp
 from dpkfc.app.readers.digits import digits
 from dpkfc.app.readers.idx import idx_images
 from dpkfc.app.workflow.evaluation import accuracy
 
 CLASSES = 10
+HIDDEN = 128
 METHODS = ("DP-SGD", "DP-KFC")
 
 
@@ -184,7 +186,7 @@ def geometry_of(setting: Federation) -> dpkfc.KFC | None:
 def new_model(setting: Federation) -> nn.Module:
     """The network with its first weights."""
     torch.manual_seed(setting.seed)
-    return digits_cnn() if setting.dataset == "digits" else paper_cnn()
+    return digits_cnn() if setting.dataset == "digits" else mlp([784, HIDDEN, CLASSES])
 
 
 def ledger_of(folder: Path, number: int) -> dpkfc.Ledger:
