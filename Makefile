@@ -1,16 +1,24 @@
-# Needs only Python 3.11 or newer with pip. Everything goes into .venv.
+# Needs only Python 3.11 or newer with pip. Everything goes into .venv; Flower, which needs older
+# versions of some packages, into .venv-flower.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test bench lint docs clean
+FLOWER := .venv-flower
+FLOWER_INSTALL := $(FLOWER)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(FLOWER)/constraints.txt
+
+.PHONY: demo test test-flower bench lint docs clean
 
 demo: $(VENV)/.demo  ## train a small private model on real digits
 	$(RUN) -m dpkfc demo
 
-test: $(VENV)/.test  ## all tests, on two cores
+test: $(VENV)/.test test-flower  ## all tests, on two cores
 	$(RUN) -m pytest -n 2
+
+test-flower: $(FLOWER)/.test  ## the tests with Flower, in an environment of their own
+	$(FLOWER)/bin/python -m pytest tests/integrations/flower
+	$(FLOWER)/bin/python -m pytest tests/test_examples.py -k flower_app
 
 lint: $(VENV)/.lint
 	$(RUN) -m ruff check .
@@ -28,7 +36,7 @@ docs: $(VENV)/.docs  ## the documentation as pages, in site/
 	@echo "open site/index.html, or serve it with its search: $(RUN) -m http.server --directory site"
 
 clean:
-	rm -rf $(VENV) site
+	rm -rf $(VENV) $(FLOWER) site
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -50,4 +58,12 @@ $(VENV)/.test: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.lint $(VENV)/.bench $(VENV)/.docs: $(VENV)/.%: $(VENV)/.torch pyproject.toml
 	$(INSTALL) --editable '.[$*]'
+	touch $@
+
+# Flower's own versions of typer and rich.
+$(FLOWER)/.test: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(FLOWER)
+	sed '/^typer==/d;/^rich==/d' constraints.txt > $(FLOWER)/constraints.txt
+	$(FLOWER_INSTALL) torch
+	$(FLOWER_INSTALL) --editable '.[cli,flower]' pytest pytest-timeout scikit-learn matplotlib
 	touch $@

@@ -45,6 +45,7 @@ EXPERIMENTS = {
     "demo": Entry("demo", "the demo over five seeds"),
     "geometry": Entry("geometry", "DP-SGD and DP-KFC on MNIST and FashionMNIST"),
     "correlated": Entry("correlated", "independent and correlated noise on FashionMNIST"),
+    "federated": Entry("federated", "DP-SGD and DP-KFC clients, simulated by Flower"),
     "bsr-error": Entry("bsr_error", "the error of correlated noise: tables and a figure"),
     "rescaling": Entry("rescaling", "correlated noise through optimizers that rescale it"),
     "lora-sst2": Entry("lora_sst2", "LoRA on SST-2 inside Hugging Face's Trainer"),

@@ -34,6 +34,7 @@ EXPECTED = {
     "correlated_noise": Expected(2, 8.0, 0.7, ("sklearn",)),
     "custom_layer": Expected(1, 3.0, 0.6, ("sklearn",)),
     "lightning_module": Expected(1, 3.0, 0.5, ("lightning", "sklearn")),
+    "flower_app": Expected(2, 3.0, 0.2, ("sklearn", "flwr")),
     "lora_transformer": Expected(1, 3.0, 0.7, ("transformers", "peft")),
     "hugging_face_trainer": Expected(1, 3.0, 0.7, ("transformers", "accelerate")),
     "mnist_cnn": Expected(2, 3.0, 0.5, ("sklearn",)),

@@ -417,6 +417,25 @@ def test_the_ledger_is_charged_step_by_step_and_closed_by_detach(tmp_path: Any) 
     assert ledger.runs()[0].closed
 
 
+def test_a_detached_run_that_stays_open_is_continued_with_other_noise(tmp_path: Any) -> None:
+    """As the rounds of a federated client do."""
+    ledger = dpkfc.Ledger(tmp_path / "privacy.db", dataset="people")
+    model = network()
+    first, optimizer = make(model, ledger=ledger)
+    for x, y in first.loader.take(2):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    key = first._key
+    first.detach(resumable=True)
+    assert not ledger.runs()[0].closed
+    second, optimizer = make(model, ledger=ledger)
+    second.load_state_dict({**second.state_dict(), "run": first.run_id, "lost_steps": 2})
+    assert (second.charged, second.steps) == (2, 0) and second._key != key
+    train(second, model, optimizer)
+    (run,) = ledger.runs()
+    assert run.charged == run.mechanism.steps == 6
+
+
 def test_a_run_that_does_not_fit_the_budget_is_refused_before_the_first_step(tmp_path: Any) -> None:
     ledger = dpkfc.Ledger(tmp_path / "privacy.db", dataset="people", budget=(0.1, 1e-3))
     model = network()
