@@ -17,10 +17,9 @@ import argparse
 import copy
 import json
 import logging
-import re
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from benchmarks.architectures import ADAPTERS, ARCHITECTURES, ROWS, TRAINED, Bat
 
 EXACT = 1e-4  # largest relative error
 SMALL = 1e-3  # parameters below this part of the whole gradient are compared on its scale
-SHOWN = 160  # characters of a refusal in the table
 BEGIN, END = "<!-- begin of the table -->", "<!-- end of the table -->"
 
 Grads = dict[str, Tensor]
@@ -52,6 +50,11 @@ class Cell:
         if self.error is None:
             return "refused"
         return "exact" if self.error <= EXACT else "wrong"
+
+    @property
+    def short(self) -> str:
+        """For the page, whose notes say why a model is refused."""
+        return "refused: [why](#notes)" if self.error is None else str(self)
 
     def __str__(self) -> str:
         if self.error is None:
@@ -166,19 +169,11 @@ def markdown(results: dict[str, dict[str, Cell]]) -> str:
         if rows:
             lines += ["| model | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
             lines += [
-                f"| {name} | " + " | ".join(shown(results[name][c]) for c in columns) + " |"
+                f"| {name} | " + " | ".join(results[name][c].short for c in columns) + " |"
                 for name in rows
             ]
             lines.append("")
     return "\n".join(lines)
-
-
-def shown(cell: Cell) -> str:
-    """A cell on one line; of a list of problems, the first."""
-    _, *problems = cell.refusal.split("\n  ")
-    text = str(replace(cell, refusal=problems[0]) if problems else cell)
-    text = re.sub(r"\s+", " ", text).replace("|", "\\|")
-    return text if len(text) <= SHOWN else text[:SHOWN].rsplit(" ", 1)[0] + " …"
 
 
 def write_table(file: Path, table: str) -> None:
