@@ -99,6 +99,7 @@ def test_a_step_that_is_not_taken_is_refused() -> None:
 
 def dropped(steps: int, detach: bool = False) -> list[str]:
     """What is said when a run is dropped after `steps` steps."""
+    gc.collect()  # runs of other tests
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = begin(20, None)
