@@ -206,7 +206,7 @@ class PrivateTrainer(Trainer):
             with kept_generators(index):
                 batch = collate([source.dataset[index]])
             labels = batch.get("labels") if isinstance(batch, Mapping) else None
-            if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_floating_point():
+            if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.is_floating_point():
                 return None
             if int((labels[:, 1:] != IGNORE_INDEX).sum()) > 0:
                 return dict(batch)
