@@ -8,6 +8,7 @@ few records, before any budget is spent.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -15,10 +16,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dpkfc.engine.batch import copied
+from dpkfc.engine.batch import copied, map_parts
 from dpkfc.engine.fingerprint import SAME, SMALL, Fingerprint, differing_keys
 from dpkfc.engine.rng_state import kept_generators
 from dpkfc.errors import CaptureError, PrivacyError
+from dpkfc.per_sample.base import ParamKey
 from dpkfc.per_sample.capture import CapturedGrads, GradientCapture
 from dpkfc.per_sample.rounding import at_least_float32
 
@@ -101,21 +103,14 @@ def same_as_plain(
     Raises:
         CaptureError: they differ.
     """
-    params = [p for p in model.parameters() if p.requires_grad]
     _same_loss(capture, inputs, loss_of, loss, plain.loss, captured.eps)
-    assert captured.squared_norms is not None
     own = Fingerprint.of(captured, torch.ones(captured.batch_size))
-    seen = {id(p) for key in captured.grads for p in key}
-    keys = [*captured.grads, *((p,) for p in params if id(p) not in seen)]
-    sums = {
-        key: [plain.grads[id(p)] for p in key]
-        for key in keys
-        if all(id(p) in plain.grads for p in key)
-    }
-    own.sums = {
-        key: own.sums.get(key, [torch.zeros_like(x) for x in parts]) for key, parts in sums.items()
-    }
-    differing = differing_keys(own, replace(own, sums=sums), SAME)
+    differing = _differing(model, own, plain)
+    if differing:
+        # where large terms cancel, it may be the plain sum that is rounded
+        with suppress(Exception), _in_float64(model):
+            exact = plain_pass(model, capture, _floats_to_double(inputs), loss_of)
+            differing = _differing(model, own, exact)
     if differing:
         names = {id(p): name for name, p in model.named_parameters()}
         worst = ", ".join(f"'{names[id(p)]}'" for p in differing[0])
@@ -127,6 +122,44 @@ def same_as_plain(
             "module, or name the module that calls it in Options(vmap_modules=[...])",
             *owners,
         )
+
+
+def _differing(model: nn.Module, own: Fingerprint, plain: PlainPass) -> list[ParamKey]:
+    """The parameters whose captured gradients do not add up to those of the plain model."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    seen = {id(p) for key in own.sums for p in key}
+    keys = [*own.sums, *((p,) for p in params if id(p) not in seen)]
+    sums = {
+        key: [plain.grads[id(p)] for p in key]
+        for key in keys
+        if all(id(p) in plain.grads for p in key)
+    }
+    captured = {
+        key: own.sums.get(key, [torch.zeros_like(x) for x in parts]) for key, parts in sums.items()
+    }
+    return differing_keys(replace(own, sums=captured), replace(own, sums=sums), SAME)
+
+
+@contextmanager
+def _in_float64(model: nn.Module) -> Iterator[None]:
+    """Parameters and buffers are float64 inside the block, and the same bits as before after it."""
+    tensors = [x for x in (*model.parameters(), *model.buffers()) if x.is_floating_point()]
+    before = [x.data for x in tensors]
+    try:
+        for x in tensors:
+            x.data = x.data.double()
+        yield
+    finally:
+        for x, data in zip(tensors, before, strict=True):
+            x.data = data
+
+
+def _floats_to_double(inputs: Any) -> Any:
+    def double(part: Any) -> Any:
+        is_float = isinstance(part, Tensor) and part.is_floating_point()
+        return part.double() if is_float else part
+
+    return map_parts(double, inputs)
 
 
 def _same_loss(

@@ -274,7 +274,8 @@ class PrivateRun:
             self._drop_batch()
             self._begin_step(chunk.step)
         else:
-            self._absorb()  # a loop need not call step() between the parts of a batch
+            if not self._accumulating:
+                self._absorb()  # a loop need not call step() between the parts of a batch
             guards.same_learning_rates(self._batch.rates_at_partial_step, self._learning_rates())
         self._batch.chunk = chunk
         if self._check_due and self._loss is not None and chunk.rows:
