@@ -28,8 +28,10 @@ from experiments.federated.simulation import (
     in_simulation,
 )
 
-RATES = (0.5, 1.0, 2.0, 4.0)
-ALPHAS = (None, 0.5)
+RATES = (2.0, 4.0, 8.0, 16.0)
+ALPHAS = (None,)  # splits at random
+QUICK_ALPHA = 0.5
+QUICK_RATE = 0.5
 SEEDS = (1, 2, 3)
 TRY_SEED = 0
 DATASET = "fashion-mnist"
@@ -62,7 +64,7 @@ def reproduce(options: ReproduceOptions) -> None:
     rates: tuple[float, ...] = RATES
     seeds = options.seeds(SEEDS)
     if options.quick:
-        alphas, rates, seeds = ALPHAS[1:], RATES[:1], (TRY_SEED,)
+        alphas, rates, seeds = (QUICK_ALPHA,), (QUICK_RATE,), (TRY_SEED,)
         first = replace(
             first,
             dataset="digits",
