@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -80,6 +80,7 @@ def reproduce(options: ReproduceOptions) -> None:
     rows: list[Row] = []
 
     def work(simulate: Simulate) -> None:
+        rows.clear()
         for alpha in alphas:
             for method in METHODS:
                 tries = [replace(first, alpha=alpha, method=method, lr=rate) for rate in rates]
@@ -88,10 +89,24 @@ def reproduce(options: ReproduceOptions) -> None:
                 tests = [results.of(setting, simulate) for setting in finals]
                 rows.append(_row(best, results.of(best, simulate).validation, tests))
 
-    in_simulation(work, first.clients, options.data_dir)
+    if not _is_recorded(work):
+        in_simulation(work, first.clients, options.data_dir)
     command = options.command("federated") + ("" if options.quick else " --data-dir DATA")
     text = markdown(rows, first, len(rates), command)
     publish(file, text, options.console, partial(plot, rows), options.quick)
+
+
+def _is_recorded(work: Callable[[Simulate], None]) -> bool:
+    """Whether `work` needs no simulation, because the file holds all results."""
+
+    def missing(setting: Federation) -> FederationResult:
+        raise LookupError(setting)
+
+    try:
+        work(missing)
+    except LookupError:
+        return False
+    return True
 
 
 class Results:
