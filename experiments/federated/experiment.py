@@ -28,7 +28,7 @@ from experiments.federated.simulation import (
     in_simulation,
 )
 
-RATES = (1.0, 2.0, 4.0, 8.0)
+RATES = (2.0, 4.0, 8.0, 16.0)
 ALPHAS = (None,)  # splits at random
 QUICK_ALPHA = 0.5
 QUICK_RATE = 0.5
