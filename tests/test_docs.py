@@ -37,6 +37,7 @@ WITH_DIFF = [page for page in RUN_HERE if "```diff" in page.read_text()]
 SUMMARIES = [
     README,
     *(DOCS / name for name in ("accuracy.md", "geometry.md", "correlated-noise.md", "recipe.md")),
+    *(DOCS / "how-to" / name for name in ("trainer.md", "flower.md")),
 ]
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", re.DOTALL)
 DIFF = re.compile(r"```diff\n(.*?)```", re.DOTALL)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from dpkfc.accounting.rounding import round_up
 from dpkfc.app.reports.experiment_report import publish
 from dpkfc.app.reports.figures import finish, new_figure
 from experiments.common.options import ReproduceOptions
@@ -168,7 +169,7 @@ def markdown(rows: list[Row], setting: Federation, tries: int, command: str) -> 
         f"local steps, expected batch size {setting.batch_size}, clip 1, plain SGD at the "
         "clients, FedAvg at the server, simulated by Flower. Every client has ε = "
         f"{setting.epsilon:g} at δ = {setting.delta:g} for all rounds together, charged to its own "
-        f"ledger (at the end: {max(row.epsilon for row in rows):.4f}). Test: mean ± standard "
+        f"ledger (at the end: {round_up(max(row.epsilon for row in rows))}). Test: mean ± standard "
         "deviation over the seeds (their number). The tries, and the choice among them by records "
         "that no client has, are not charged.",
         "",
@@ -189,8 +190,7 @@ def plot(rows: list[Row], file: Path) -> None:
         percent = [100 * test for test in row.tests]
         panel.bar(place, statistics.mean(percent), 0.32, color=COLOURS[row.method], label=label)
         panel.plot([place] * len(percent), percent, "k.", markersize=4)
-    lowest = min(test for row in rows for test in row.tests)
-    panel.set_ylim(bottom=max(0, 100 * lowest - 10))
+    panel.set_ylim(0, 100)
     panel.set_xticks(range(len(splits)), splits)
     panel.set_ylabel("test accuracy, %")
     finish(figure, panel, file)
