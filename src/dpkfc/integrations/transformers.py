@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.data.data_collator import DataCollatorWithFlattening
 
+from dpkfc.accounting.rounding import round_up
 from dpkfc.engine import checkpoint
 from dpkfc.engine.batch import parts_of
 from dpkfc.engine.loader import read_source
@@ -120,7 +121,7 @@ class PrivateTrainer(Trainer):
         tried on a few records before any budget is spent.
         """
         inputs = dict(inputs)
-        if type(self).compute_loss.__module__ not in REPLACED_LOSS_MODULES:
+        if self._overrides_compute_loss():
             return cast(Tensor, self.compute_loss(model, inputs))
         if self.compute_loss_func is not None:
             labels = inputs.pop("labels", None)
@@ -135,6 +136,9 @@ class PrivateTrainer(Trainer):
             labels = inputs.pop("labels")
             return F.cross_entropy(_logits(model(**inputs)), labels, label_smoothing=smoothing)
         return _model_loss(model(**inputs))
+
+    def _overrides_compute_loss(self) -> bool:
+        return type(self).compute_loss.__module__ not in REPLACED_LOSS_MODULES
 
     def _declared_loss(self, model: nn.Module, batch: Any) -> Tensor:
         with self.compute_loss_context_manager():
@@ -183,8 +187,7 @@ class PrivateTrainer(Trainer):
         For one record alone, the mean over its tokens is the loss that the model itself returns. So
         the alignment is the one that agrees with the model.
         """
-        custom = type(self).compute_loss.__module__ not in REPLACED_LOSS_MODULES
-        if custom or self.compute_loss_func is not None:
+        if self._overrides_compute_loss() or self.compute_loss_func is not None:
             return None
         batch = self._one_labelled_record()
         if batch is None:
@@ -282,7 +285,7 @@ class PrivateTrainer(Trainer):
         if taken < planned:
             log.warning(
                 f"training ended after {taken} of {planned} planned private steps, at epsilon = "
-                f"{_rounded_up(self.run.epsilon())}"
+                f"{round_up(self.run.epsilon())}"
             )
         output = super()._finalize_training(*args, **kwargs)
         self.run.detach(resumable=taken < planned)
@@ -296,9 +299,10 @@ class PrivateTrainer(Trainer):
             if name in logs:
                 logs[f"{name}_not_private"] = logs.pop(name)
         if self.run is not None:
-            logs["epsilon"] = _rounded_up(self.run.epsilon())
+            logs["epsilon"] = float(round_up(self.run.epsilon()))
             if (ledger := self.privacy.get("ledger")) is not None:
-                logs["epsilon_of_all_runs"] = _rounded_up(ledger.epsilon(self.run.plan.delta))
+                of_all_runs = ledger.epsilon(self.run.plan.delta)
+                logs["epsilon_of_all_runs"] = float(round_up(of_all_runs))
         # TRL would add exact statistics of the private tokens
         getattr(self, "_metrics", {}).get("train", {}).clear()
         super().log(logs, start_time)
@@ -513,7 +517,7 @@ def _check_second_training(run: PrivateRun, resumed: Any, ledger: Any) -> None:
     continues = resumed and resumed.is_dir() and checkpoint.run_id_of(resumed) == run.run_id
     if run.charged and not continues and ledger is None:
         raise PrivacyError(
-            f"this Trainer has trained already, and spent epsilon = {_rounded_up(run.epsilon())}: "
+            f"this Trainer has trained already, and spent epsilon = {round_up(run.epsilon())}: "
             "training again on the same records adds to it. Continue it with "
             'resume_from_checkpoint, or give a ledger (privacy={"ledger": dpkfc.Ledger(...)}), '
             "which adds up all runs"
@@ -548,14 +552,10 @@ def _load_run(folder: Path, run: PrivateRun) -> None:
 # -- reporting
 
 
-def _rounded_up(epsilon: float) -> float:
-    return math.ceil(epsilon * 1e4) / 1e4 if math.isfinite(epsilon) else epsilon
-
-
 def privacy_section(run: PrivateRun) -> str:
     """The section of a model card that states the guarantee."""
     rows = [
-        ("spent", f"epsilon = {_rounded_up(run.epsilon())} after {run.charged} steps"),
+        ("spent", f"epsilon = {round_up(run.epsilon())} after {run.charged} steps"),
         *run.plan.statement(),
     ]
     lines = [
