@@ -23,6 +23,8 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from dpkfc import sharding
+from dpkfc.distributed import ALONE, Ranks
 from dpkfc.engine.batch import all_equal, copied, has_rows, parts_of, pick
 from dpkfc.engine.check_capture import (
     LossOfBatch,
@@ -48,7 +50,7 @@ SHOWN_NAMES = 8
 # -- the model and the optimizer
 
 
-def check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module, ranks: Ranks = ALONE) -> None:
     """Refuse, by name and with the fix, what no per-sample gradient can make private."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -64,8 +66,10 @@ def check_model(model: nn.Module) -> None:
     problems += [
         f"parameter '{name}' {problem}"
         for name, p in model.named_parameters()
-        if (problem := _problem_with_parameter(p))
+        if (problem := _problem_with_parameter(p) or sharding.problem_with(p, ranks))
     ]
+    if problem := sharding.all_or_none(dict(model.named_parameters())):
+        problems.append(problem)
     if problems:
         listed = "\n  ".join(problems)
         raise PrivacyError(f"this model cannot be trained privately as it is:\n  {listed}")
@@ -76,11 +80,6 @@ def check_model(model: nn.Module) -> None:
 def _problem_with_parameter(p: nn.Parameter) -> str | None:
     if isinstance(p, UninitializedParameter):
         return "is not initialised: run one forward pass on public or random input first"
-    if hasattr(p, "device_mesh"):
-        return (
-            "is sharded over processes (fully_shard), and this process has only a part of it: "
-            "train in one process, without fully_shard"
-        )
     if p.requires_grad and not p.is_floating_point():
         return f"is {p.dtype}: only real floating-point parameters can be trained"
     return None
@@ -116,8 +115,12 @@ def _problem_with_module(module: nn.Module) -> str | None:
         return "puts time before the batch. Use batch_first=True"
     if type(module).__name__ == "OptimizedModule":
         return "is compiled, so its layers cannot be captured. Pass the model before torch.compile"
-    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        return "wraps the model. Pass the model itself"
+    if isinstance(module, nn.DataParallel):
+        return "wraps the model. Pass the model itself; for several devices, use torchrun"
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return "wraps a part of the model. Wrap the whole model, or nothing: see docs/scaling.md"
+    if type(module).__name__ == "FullyShardedDataParallel":
+        return "is FSDP's first version. Use torch.distributed.fsdp.fully_shard"
     if type(module).__module__.startswith("opacus."):
         return "is already wrapped by Opacus. Pass the plain model"
     return None

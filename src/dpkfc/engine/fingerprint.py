@@ -14,6 +14,7 @@ from torch import Tensor
 from dpkfc.per_sample.base import ParamKey
 from dpkfc.per_sample.capture import CapturedGrads
 from dpkfc.per_sample.rounding import full_precision
+from dpkfc.sharding import own_part
 
 # norms below this fraction of the largest norm are compared on the scale of that fraction
 SMALL = 1e-2
@@ -27,7 +28,8 @@ class Fingerprint:
 
     norms: Tensor  # [batch]
     weights: Tensor  # [batch]
-    sums: dict[ParamKey, list[Tensor]]  # Σ_i weight_i g_i
+    # Σ_i weight_i g_i; of a sharded parameter, the part that this rank holds
+    sums: dict[ParamKey, list[Tensor]]
     eps: float  # of the coarsest dtype that the gradients were computed in
 
     @staticmethod
@@ -42,7 +44,8 @@ class Fingerprint:
             sums = {}
             for key, grad in captured.grads.items():
                 kept = grad if all_finite else grad.masked(finite)
-                sums[key] = kept.weighted_sum(weights * finite * scale)
+                parts = kept.weighted_sum(weights * finite * scale)
+                sums[key] = [own_part(p, x) for p, x in zip(key, parts, strict=True)]
             return Fingerprint(squared.clamp(min=0).sqrt() * scale, weights, sums, captured.eps)
 
 

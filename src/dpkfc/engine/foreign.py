@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dpkfc.distributed import stop_reducing
 from dpkfc.errors import PrivacyError
 
 if TYPE_CHECKING:
@@ -58,6 +59,11 @@ def _update_watch() -> None:
 
 
 def _before_module(module: nn.Module, args: Any) -> None:
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        # it may have been wrapped around the model, or around a part of it, after make_private
+        if any(_is_private(p) for p in module.parameters()):
+            stop_reducing(module)
+        return
     if not module._parameters or not torch.is_grad_enabled():
         return
     for run in (run for run in _iterating if run.batch_open):

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from dpkfc.distributed import Ranks
 from dpkfc.errors import PrivacyError
+from dpkfc.sharding import is_sharded
 
 if TYPE_CHECKING:
     from dpkfc.engine.loader import Chunk
@@ -30,15 +32,18 @@ SAMPLED_ENTRIES = 256
 # -- processes
 
 
-def single_process() -> None:
-    """Each rank would draw its own batches and noise, and account for them as if it were alone."""
+def same_ranks(ranks: Ranks) -> None:
+    """The ranks that share batches and noise are those of make_private."""
+    count = 1
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        ranks = torch.distributed.get_world_size()
-        if ranks > 1:
-            raise PrivacyError(
-                f"a process group with {ranks} ranks is initialised: each rank would draw its own "
-                "batches and noise, and account for them as if it were alone. Train in one process"
-            )
+        count = torch.distributed.get_world_size()
+    if count != ranks.count:
+        raise PrivacyError(
+            f"the job has {count} ranks, but had {ranks.count} when make_private was called: each "
+            "rank would draw its own batches and noise, and account for them as if it were alone. "
+            "Call torch.distributed.init_process_group (or build the Accelerator or Trainer) "
+            "before make_private"
+        )
 
 
 def not_forked(pid: int) -> None:
@@ -53,10 +58,12 @@ def not_forked(pid: int) -> None:
 # -- the model and the optimizer
 
 
-def no_new_parameters(model: nn.Module, known: Container[nn.Parameter]) -> None:
+def no_new_parameters(model: nn.Module, known: Mapping[nn.Parameter, str]) -> None:
     """Trainable parameters that are new since make_private would be neither clipped nor noised."""
+    # FSDP2 replaces a sharded parameter by the gathered one while its module runs
+    sharded = {name for p, name in known.items() if is_sharded(p)}
     for name, p in model.named_parameters():
-        if p.requires_grad and p not in known:
+        if p.requires_grad and p not in known and (name not in sharded or is_sharded(p)):
             raise PrivacyError(
                 f"parameter '{name}' is trainable and was not in the model when it was made "
                 "private: it would be trained without clipping and noise. Build the whole model "
@@ -156,9 +163,9 @@ def has_batch(chunk: Chunk | None) -> Chunk:
 
 def all_samples_seen(chunk: Chunk, seen: int) -> None:
     """Every sample of the logical batch must be clipped on its own, exactly once."""
-    if seen != chunk.of:
+    if seen != chunk.share:
         raise PrivacyError(
-            f"{chunk.of} samples were drawn for this step but {seen} were seen by backward(): "
+            f"{chunk.share} samples were drawn for this step but {seen} were seen by backward(): "
             "every sample must be clipped on its own, exactly once. Call backward once for every "
             "forward pass, on the batches that run.loader yields. To ignore samples, give them "
             "weight zero in the loss"
@@ -169,6 +176,17 @@ def steps_left(charged: int, planned: int) -> None:
     """No step beyond the plan."""
     if charged >= planned:
         raise PrivacyError(f"all {planned} planned steps are used up. Make a new plan to continue")
+
+
+def no_raw_gradients(params: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
+    """FSDP2 has reduced a gradient that autograd formed: no layer that was captured forms one."""
+    for p in params:
+        if is_sharded(p) and p.grad is not None:
+            raise PrivacyError(
+                f"parameter '{names[p]}' has a gradient that was not clipped per sample: the "
+                "parameter was used outside the forward of its module. Call the module itself, or "
+                "name the module that uses it in Options(vmap_modules=[...])"
+            )
 
 
 # -- weights

@@ -22,6 +22,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from dpkfc.distributed import ALONE, Ranks
 from dpkfc.errors import PrivacyError
 from dpkfc.random import next_key, sub_key
 from dpkfc.sampling import CyclicPoisson
@@ -42,22 +43,45 @@ KEPT_OPTIONS = (
 
 @dataclass(frozen=True)
 class Chunk:
-    """A physical part of the logical batch of one step."""
+    """A physical part of the logical batch of one step, for this rank."""
 
     step: int
-    rows: int
-    of: int  # samples in the whole logical batch
+    rows: int  # samples that count
+    share: int  # samples of the logical batch that are this rank's
+    drawn: int  # samples of the logical batch over all ranks
     first: bool
     last: bool
 
+    @property
+    def placeholder(self) -> bool:
+        """This rank has no sample left, but others have: it gets one that does not count."""
+        return self.drawn > 0 and self.rows == 0
 
-def split(step: int, rows: list[int], at_most: int | None) -> Iterator[tuple[Chunk, list[int]]]:
-    """The logical batch in physical chunks; an empty batch is one chunk without records."""
-    size = at_most or max(1, len(rows))
-    for start in range(0, max(1, len(rows)), size):
-        part = rows[start : start + size]
-        last = start + size >= len(rows)
-        yield Chunk(step, len(part), len(rows), first=start == 0, last=last), part
+
+def split(
+    step: int, rows: list[int], at_most: int | None, ranks: Ranks = ALONE
+) -> Iterator[tuple[Chunk, list[int]]]:
+    """This rank's share of the logical batch in physical chunks.
+
+    The sample at place k of the batch goes to rank k mod `ranks.count`. All ranks get the same
+    number of chunks, because a loop may communicate at every batch: a rank with fewer samples gets
+    a placeholder, a sample of the batch whose gradient is dropped. An empty batch is one chunk
+    without records, on every rank.
+
+    >>> [rows for _, rows in split(0, [3, 5, 8], 1, Ranks(rank=1, count=2))]
+    [[5], [3]]
+    >>> [chunk.rows for chunk, _ in split(0, [3, 5, 8], 1, Ranks(rank=1, count=2))]
+    [1, 0]
+    """
+    share = rows[ranks.rank :: ranks.count]
+    largest = -(-len(rows) // ranks.count)
+    size = at_most or max(1, largest)
+    for start in range(0, max(1, largest), size):
+        part = share[start : start + size]
+        chunk = Chunk(
+            step, len(part), len(share), len(rows), first=start == 0, last=start + size >= largest
+        )
+        yield chunk, part or rows[:1]
 
 
 @dataclass(frozen=True)
@@ -144,7 +168,9 @@ class PrivateLoader:
         steps: int,
         max_physical_batch_size: int | None,
         run: LoaderEvents,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self._ranks = ranks
         self.dataset, self._options = source.dataset, source.options
         self._sampler, self._steps = sampler, steps
         self._at_most, self._run = max_physical_batch_size, run
@@ -181,7 +207,8 @@ class PrivateLoader:
                 count, chain = 0, key
                 for step in range(first, first + steps):
                     drawn = len(sampler.draw(sub_key(chain, "sampling"), step))
-                    count += -(-drawn // (self._at_most or max(1, drawn)))
+                    share = -(-drawn // self._ranks.count)  # the largest of all ranks
+                    count += -(-share // (self._at_most or max(1, share)))
                     chain = next_key(chain)
             self._counted = first, key, steps, count
         return self._counted[3]
@@ -200,7 +227,7 @@ class PrivateLoader:
         """The batches of the next `steps` steps; steps without records are taken on the way."""
         with self._iterating(steps) as drawn:
             for chunk, batch in drawn:
-                if chunk.of:
+                if chunk.drawn:
                     self._run._begin_batch(chunk, batch)
                     yield batch
                 else:
@@ -219,7 +246,7 @@ class PrivateLoader:
     def _physical_batches(self, parts: Iterator[tuple[Chunk, Any]]) -> Iterator[Any]:
         for chunk, batch in parts:
             self._run._begin_batch(chunk, batch)
-            if chunk.of:
+            if chunk.drawn:
                 yield batch
 
     @contextmanager
@@ -246,7 +273,7 @@ class PrivateLoader:
                 rows = sampler.draw(sub_key(chain, "sampling"), step)
                 if not self._options.get("num_workers"):
                     self._run._seed_generators(chain)  # records are read in this process
-                for chunk, part in split(step, rows, self._at_most):
+                for chunk, part in split(step, rows, self._at_most, self._ranks):
                     drawn.append(chunk)
                     if part:
                         yield part
@@ -259,12 +286,13 @@ class PrivateLoader:
             dataset = _OneByOne(dataset)
         # for the seeds of workers, so that the global generator is not used
         generator = torch.Generator()
-        generator.manual_seed(int.from_bytes(sub_key(key, "workers")[:7], "big"))
+        worker_key = sub_key(key, f"workers of rank {self._ranks.rank}")
+        generator.manual_seed(int.from_bytes(worker_key[:7], "big"))
         loader = DataLoader(
             dataset, batch_sampler=_Batches(indices), generator=generator, **options
         )
         for batch in loader:
-            while not drawn[0].of:
+            while not drawn[0].drawn:
                 yield drawn.popleft(), None
             yield drawn.popleft(), batch
         while drawn:

@@ -84,6 +84,7 @@ def compare_with_declared_loss(
     preconditioner_of: PreconditionerOf,
     loss: Loss,
     backward: Backward,
+    any_rank: Callable[[bool], bool] = bool,
 ) -> bool:
     """Refuse a loop whose gradients differ from the declared loss, or a loss that mixes records.
 
@@ -93,6 +94,8 @@ def compare_with_declared_loss(
         model, capture, preconditioner_of: of the run.
         loss: the declared loss.
         backward: ``backward(closure)``, what the loop does with its loss.
+        any_rank: True on all ranks if its argument is on one. The ranks of a sharded model must run
+            the same number of passes.
 
     Returns:
         False if all records are equal, so that mixing cannot be seen.
@@ -134,19 +137,20 @@ def compare_with_declared_loss(
     (same, own), used, buffers = declared(batch, 0, weights)
     differs = difference(loop, same, SAME)
     skipped = len(passes) - used
-    if differs is not None and skipped > 0:
+    if skipped > 0 and any_rank(differs is not None):
         # forward passes that the loop did not use for its loss may have come first
         (same, own), _, buffers = declared(batch, skipped, weights)
         differs = difference(loop, same, SAME)
+    comparable = rows > 1 and not all_equal(batch, rows)
+    if any_rank(comparable and differs is None):
+        others = pick(batch, rows, exchanged)
+        (other,), _, other_buffers = declared(others, max(skipped, 0), weights[1:])
     if differs is not None:
         raise PrivacyError(_explain(differs, model))
-    if rows < 2 or all_equal(batch, rows):
-        return rows < 2
-    others = pick(batch, rows, exchanged)
-    (other,), _, other_buffers = declared(others, max(skipped, 0), weights[1:])
-    records_stay_apart(own, other, model, "the model or the loss")
-    same_buffers(model, buffers, other_buffers)
-    return True
+    if comparable:
+        records_stay_apart(own, other, model, "the model or the loss")
+        same_buffers(model, buffers, other_buffers)
+    return comparable or rows < 2
 
 
 def _exchange_half(rows: int) -> tuple[Tensor, list[int]]:

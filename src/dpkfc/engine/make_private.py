@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.accounting.unchecked import Unchecked
 from dpkfc.clipping import AutomaticClipping
+from dpkfc.distributed import current_ranks, unwrapped
 from dpkfc.engine.capture_model import capture_for
 from dpkfc.engine.checks import check_loss, check_model, check_optimizer
-from dpkfc.engine.guards import single_process
 from dpkfc.engine.loader import read_source
 from dpkfc.engine.options import Options
 from dpkfc.engine.run import PrivateRun
-from dpkfc.engine.trial import trials_of
+from dpkfc.engine.trial import content_digest, trials_of
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.base import Geometry
 from dpkfc.geometry.identity import Identity
@@ -29,6 +29,7 @@ from dpkfc.per_sample.capture import GradientCapture
 from dpkfc.planning.choose_noise import Noise, choose
 from dpkfc.planning.plan import Plan, batches
 from dpkfc.probes.public import check_apart
+from dpkfc.sharding import is_sharded, tensors_to_copy
 
 
 def make_private(
@@ -119,9 +120,13 @@ def make_private(
     batch_size = source.batch_size if batch_size is None else batch_size
     _check_arguments(optimizer, batch_size, records, max_physical_batch_size, ledger, options)
     assert batch_size is not None
-    single_process()
-    check_model(model)
+    ranks = current_ranks()
+    model = unwrapped(model)
+    check_model(model, ranks)
     check_optimizer(model, optimizer)
+    _check_sharded(model, declared_loss, geometry)
+    ranks.same(records=(len(source), content_digest(source) if ranks.count > 1 else ""))
+    ranks.copy_from_first_(tensors_to_copy(model))
     geometry = Identity() if geometry is None else geometry
     public_data_checked = check_apart(geometry, source.dataset)
     trials, collate_checked = trials_of(source, declared_loss is not None)
@@ -167,6 +172,7 @@ def make_private(
         )
         unchecked = tuple(what for what, is_unchecked in not_checked.items() if is_unchecked)
         plan = replace(plan, unchecked=unchecked)
+        ranks.same(plan=plan.to_json())
         if isinstance(optimizer, NoiseAware):
             optimizer.set_noise_variance(*_noise_variance(plan, factorization, rescaled))
         return PrivateRun(
@@ -183,10 +189,27 @@ def make_private(
             seed=seed,
             ledger=ledger,
             clip_from_probes=clip == "auto",
+            ranks=ranks,
         )
     except BaseException:
         capture.remove()
         raise
+
+
+def _check_sharded(model: nn.Module, loss: object | None, geometry: Geometry | None) -> None:
+    """Refuse what would need more than one rank's part of a sharded model."""
+    if not any(is_sharded(p) for p in model.parameters()):
+        return
+    if loss is None:
+        raise PrivacyError(
+            "loss='unchecked' with a model divided by fully_shard: the ranks could not try the "
+            "model together. Give the loss that the loop computes"
+        )
+    if getattr(geometry, "post", 0):
+        raise ValueError(
+            "KFC(post=...) maps whole gradients after the noise, and fully_shard leaves each rank "
+            "a part of them. Use post=0"
+        )
 
 
 def _prepared_by_accelerate(optimizer: Optimizer) -> Optimizer:

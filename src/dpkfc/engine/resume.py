@@ -75,7 +75,7 @@ def continue_run(run: PrivateRun, state: dict[str, Any], plan: Plan, fresh: bool
     run.plan = plan
     run.steps, run._lost_steps, run.run_id = step, lost, run_id
     key = bytes.fromhex(state["key"])
-    run._key = lineage.fresh_key(key) if fresh else key
+    run._key = run._ranks.on_first(lambda: lineage.fresh_key(key)) if fresh else key
     run._group_key = bytes.fromhex(state["groups"])
     run._salt, run._pid = bytes.fromhex(state["salt"]), os.getpid()
     lineage.own(run_id, run._handle_id, run.charged)
@@ -151,7 +151,9 @@ def _check_values(state: Any, steps: int) -> None:
 def open_in_ledger(run: PrivateRun, ledger: Ledger, run_id: str, plan: Plan) -> int:
     """Enter the run in the ledger; returns the steps that it already holds."""
     mechanism, delta = plan.mechanism, plan.delta
-    charged = ledger.open_run(run_id, mechanism, delta=delta, unchecked=plan.unchecked)
+    charged = run._ranks.on_first(
+        lambda: ledger.open_run(run_id, mechanism, delta=delta, unchecked=plan.unchecked)
+    )
     run._ledger_open = True
     return charged
 

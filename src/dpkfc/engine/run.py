@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpkfc.accounting.ledger import Ledger
+from dpkfc.distributed import Ranks
 from dpkfc.engine import checkpoint, foreign, guards, lineage, resume
 from dpkfc.engine.checks import check_isolation
 from dpkfc.engine.fingerprint import Fingerprint
@@ -34,6 +35,7 @@ from dpkfc.engine.loss_comparison import LoopTrace, Loss, compare_with_declared_
 from dpkfc.engine.options import Options
 from dpkfc.engine.rng_state import seed_generators
 from dpkfc.engine.step import Sums, add_sums_, clip_and_sum, release, write_grads
+from dpkfc.errors import PrivacyError
 from dpkfc.geometry.base import Geometry
 from dpkfc.noise.factorization import Factorization
 from dpkfc.optim.base import RunAware
@@ -43,6 +45,7 @@ from dpkfc.per_sample.rounding import full_precision
 from dpkfc.planning.plan import Plan
 from dpkfc.random import first_key, next_key, sub_key
 from dpkfc.sampling import CyclicPoisson
+from dpkfc.sharding import is_sharded, owned_ranges
 
 SECRET_CHECKS = 3  # steps after the first at which model and loss are checked again
 
@@ -67,6 +70,7 @@ class LogicalBatch:
     preconditioners: dict[ParamKey, LinearMap] = field(default_factory=dict)
     rates_at_partial_step: list[float] | None = None
     trace: LoopTrace | None = None  # if the loop is compared with the declared loss
+    problem: PrivacyError | None = None  # for which all ranks will refuse the step
 
 
 class PrivateRun:
@@ -100,7 +104,9 @@ class PrivateRun:
         seed: int | None,
         ledger: Ledger | None,
         clip_from_probes: bool,
+        ranks: Ranks,
     ) -> None:
+        self._ranks = ranks
         self.plan, self.model, self.optimizer = plan, model, optimizer
         self.geometry, self.factorization = geometry, factorization
         self.vmap_modules = capture.vmap_modules
@@ -111,17 +117,24 @@ class PrivateRun:
         self._loss, self._options = loss, options
         self._clip_from_probes = clip_from_probes
         self._check_due = options.check
-        self._secret_steps = _secret_steps(plan.steps) if options.check else set()
         self._names = {p: name for name, p in model.named_parameters()}
         self._trainable_at_start = self._trainable()
-        size = sum(p.numel() for p in self._trainable_at_start.values())
-        self._noise = factorization.stream(size)
-        self._key = first_key(seed)
+        self._sharded = any(is_sharded(p) for p in self._names)
+        ranges = owned_ranges(self._trainable_at_start.values())
+        self._noise = factorization.stream(sum(map(len, ranges)))
+        # chosen once for all ranks
+        self._key, self._secret_steps, self.run_id = ranks.on_first(
+            lambda: (
+                first_key(seed),
+                _secret_steps(plan.steps) if options.check else set(),
+                uuid.uuid4().hex,
+            )
+        )
         # for the whole run: a record must not change its group
         self._group_key = sub_key(self._key, "groups")
         # mixed into the noise keys if a checkpoint of this run was moved away and may be continued
         self._salt = b""
-        self.run_id, self._handle_id, self._pid = uuid.uuid4().hex, uuid.uuid4().hex, os.getpid()
+        self._handle_id, self._pid = uuid.uuid4().hex, os.getpid()
         lineage.own(self.run_id, self._handle_id, 0)
         self._unfinished = weakref.finalize(
             self, lineage.warn_unfinished, self._handle_id, plan.steps
@@ -146,6 +159,7 @@ class PrivateRun:
             plan.steps,
             max_physical_batch_size,
             self,
+            ranks,
         )
         self._capture = capture
         self._hooks = [
@@ -245,7 +259,9 @@ class PrivateRun:
         self._capture.remove()
         for hook in self._hooks:
             hook.remove()
-        if self._ledger is not None and self._ledger_open and not resumable:
+        keeps_ledger = self._ranks.first and self._ledger is not None
+        if keeps_ledger and self._ledger_open and not resumable:
+            assert self._ledger is not None
             self._ledger.close_run(self.run_id)
 
     # -- the loader draws batches
@@ -253,13 +269,13 @@ class PrivateRun:
     def _start_iteration(self) -> tuple[int, bytes]:
         """The first step of the iteration, and its key."""
         guards.attached(self.detached)
-        guards.single_process()
+        guards.same_ranks(self._ranks)
         lineage.demand_owner(self.run_id, self._handle_id)
         if self._pid != os.getpid():  # forked: the parent has the same key
-            self._key, self._pid = lineage.fresh_key(self._key), os.getpid()
+            self._key, self._pid = self._fresh_key(), os.getpid()
         for folder, claimed in self._claim_checkpoints():
             if not claimed:
-                self._key = lineage.fresh_key(self._key)
+                self._key = self._fresh_key()
                 warnings.warn(lineage.continued_before(folder), stacklevel=6)
         foreign.iteration_starts(self)
         return self.charged, self._key
@@ -278,21 +294,21 @@ class PrivateRun:
                 self._absorb()  # a loop need not call step() between the parts of a batch
             guards.same_learning_rates(self._batch.rates_at_partial_step, self._learning_rates())
         self._batch.chunk = chunk
-        if self._check_due and self._loss is not None and chunk.rows:
-            self._batch.trace = LoopTrace.of(batch, chunk.rows)
+        if self._check_due and self._loss is not None and chunk.drawn:
+            self._batch.trace = LoopTrace.of(batch, max(1, chunk.rows))
 
     def _begin_step(self, step: int) -> None:
         """Once per logical batch, before its first part is yielded."""
-        guards.single_process()
+        guards.same_ranks(self._ranks)
         guards.not_forked(self._pid)
         lineage.demand_owner(self.run_id, self._handle_id)
         for folder, claimed in self._claim_checkpoints():
             if claimed is False:
                 # for a user who catches the error and iterates again
-                self._key = lineage.fresh_key(self._key)
+                self._key = self._fresh_key()
                 raise guards.checkpoint_not_continued_elsewhere(folder)
             if claimed is None and "seed" not in self.plan.unchecked:
-                self._salt = os.urandom(32)
+                self._salt = self._ranks.on_first(lambda: os.urandom(32))
         if self._expected_weights is not None:
             guards.same_weights(self._weights_digest(), self._expected_weights, self.charged)
             self._expected_weights = None
@@ -313,7 +329,7 @@ class PrivateRun:
         more than the clip.
         """
         if "seed" not in self.plan.unchecked:
-            seed_generators(sub_key(key, "generators"))
+            seed_generators(sub_key(key, f"generators of rank {self._ranks.rank}"))
 
     def _take_empty_step(self, chunk: Chunk) -> None:
         """A batch without records takes its step of pure noise; the loop does not see it."""
@@ -357,6 +373,7 @@ class PrivateRun:
         if trace is not None:
             weights = random_weights(captured.batch_size)
             fingerprint = Fingerprint.of(captured, weights, 1 / loss_scale)
+        placeholder = self._batch.chunk is not None and self._batch.chunk.placeholder
         clipped = clip_and_sum(
             captured,
             self._preconditioner_of,
@@ -364,15 +381,18 @@ class PrivateRun:
             gamma=self.plan.clip_gamma,
             grad_scale=float(batch_size) / loss_scale,
             expected_batch_size=self.plan.batch_size,
+            sharded=tuple(self._trainable().values()) if self._sharded else (),
+            placeholder=placeholder,
         )
         assert clipped is not None
         add_sums_(self._batch.sums, clipped.sums)
         self._capture.reuse_workspaces()
-        self._batch.samples += captured.batch_size
-        counts, is_clipped = self.not_private, clipped.clip_factors < 1
-        counts.samples += captured.batch_size
-        counts.non_finite += int((~clipped.finite).sum())
-        counts.clipped += int(is_clipped.logical_and(clipped.finite).sum())
+        if not placeholder:
+            self._batch.samples += captured.batch_size
+            counts, is_clipped = self.not_private, clipped.clip_factors < 1
+            counts.samples += captured.batch_size
+            counts.non_finite += int((~clipped.finite).sum())
+            counts.clipped += int(is_clipped.logical_and(clipped.finite).sum())
         if trace is not None and fingerprint is not None:
             self._compare_with_declared_loss(trace, fingerprint)
 
@@ -393,10 +413,16 @@ class PrivateRun:
                 self._preconditioner_of,
                 self._loss,
                 _backward_of(self.optimizer),
+                self._ranks.any if self._sharded else bool,
             )
-        except BaseException:
-            self._drop_batch()
-            raise
+        except BaseException as problem:
+            if self._ranks.count == 1 or not isinstance(problem, PrivacyError):
+                self._drop_batch()
+                raise
+            # at optimizer.step() all ranks refuse together
+            self._batch.problem, conclusive = problem, False
+        if self._sharded:
+            conclusive = not self._ranks.any(not conclusive)
         if trace.compared < trace.rows:
             self._batch.trace = trace
         elif conclusive:
@@ -426,12 +452,10 @@ class PrivateRun:
 
     def _private_step(self, chunk: Chunk) -> None:
         """Charge the step, add noise to the sums, and write ``.grad``."""
-        correlated = self.factorization.bands != 1
-        guards.all_samples_seen(chunk, self._batch.samples)
-        guards.steps_left(self.charged, self.plan.steps)
-        guards.same_trainable(self._trainable(), self._trainable_at_start, correlated)
-        if self._ledger is not None:
-            self._ledger.charge(self.run_id, self.charged + 1)
+        self._ranks.agree(self._problem_with_step(chunk), steps=self.charged)
+        ledger = self._ledger
+        if ledger is not None:
+            self._ranks.on_first(lambda: ledger.charge(self.run_id, self.charged + 1))
         sums, key, step = self._batch.sums, self._key, self.charged
         # charged: from here on the step counts, also if what follows fails
         self.steps += 1
@@ -448,7 +472,23 @@ class PrivateRun:
                 step=step,
                 grid=self.plan.grid,
                 maps_after_noise=self.geometry.after_noise(),
+                ranks=self._ranks,
             )
+
+    def _problem_with_step(self, chunk: Chunk) -> PrivacyError | None:
+        """Why the step must not be released."""
+        trainable = self._trainable()
+        correlated = self.factorization.bands != 1
+        try:
+            if self._batch.problem is not None:
+                raise self._batch.problem
+            guards.all_samples_seen(chunk, self._batch.samples)
+            guards.steps_left(self.charged, self.plan.steps)
+            guards.same_trainable(trainable, self._trainable_at_start, correlated)
+            guards.no_raw_gradients(trainable.values(), self._names)
+        except PrivacyError as problem:
+            return problem
+        return None
 
     def _run_after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.took_step:
@@ -478,11 +518,18 @@ class PrivateRun:
     def _weights_digest(self) -> str:
         return guards.weights_digest({name: p for p, name in self._names.items()})
 
+    def _fresh_key(self) -> bytes:
+        """A key that no other run has, the same on all ranks."""
+        return self._ranks.on_first(lambda: lineage.fresh_key(self._key))
+
     def _claim_checkpoints(self) -> list[tuple[Path, bool | None]]:
         """For each checkpoint that holds the present key: see `lineage.claim` for the answers."""
-        claims = [(folder, checkpoint.claim(folder, name)) for folder, name in self._checkpoints]
-        self._checkpoints = []
-        return claims
+        held, self._checkpoints = self._checkpoints, []
+        if not held:
+            return []
+        return self._ranks.on_first(
+            lambda: [(folder, checkpoint.claim(folder, name)) for folder, name in held]
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides model and optimizer. Holds secret keys."""

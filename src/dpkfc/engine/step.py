@@ -2,7 +2,8 @@
 
     g_i                                captured gradients, one per sample (per_sample/)
     c_i = min(1, R / ‖U g_i‖)          clip in the preconditioned space
-    x_t = Σ_i c_i U g_i / E[batch]     = U Σ_i c_i g_i / E[batch]: the sum is mapped once
+    x_t = Σ_i c_i U g_i / E[batch]     = U Σ_i c_i g_i / E[batch]: the sum is mapped once, and
+                                       added up over the ranks of a distributed job
     x_t + w_t,  w = C⁻¹ z              noise is added once, to the sum of the whole logical batch
     .grad                              x_t + w_t on a grid; then maps after the noise, if any
 
@@ -24,18 +25,20 @@ longer cancels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from dpkfc.clipping import ROUNDING
+from dpkfc.distributed import ALONE, Ranks
 from dpkfc.noise.grid import round_to_grid_
 from dpkfc.noise.stream import Stream
 from dpkfc.per_sample.base import LinearMap, ParamKey, PerSampleGrad, PreconditionerOf
 from dpkfc.per_sample.capture import CapturedGrads
 from dpkfc.per_sample.rounding import at_least_float32
+from dpkfc.sharding import is_sharded, like_parameter, local, sum_over_ranks, zeros_of
 
 Sums = dict[ParamKey, list[Tensor]]
 
@@ -57,6 +60,8 @@ def clip_and_sum(
     gamma: float | None,
     grad_scale: float,
     expected_batch_size: int,
+    sharded: Sequence[nn.Parameter] = (),
+    placeholder: bool = False,
 ) -> ClippedBatch | None:
     """Clip each sample's preconditioned gradient and add them up: ``Σ_i c_i U g_i / E[batch]``.
 
@@ -69,6 +74,9 @@ def clip_and_sum(
         grad_scale: the factor that makes a captured gradient the gradient of one sample's own loss:
             the batch size for a mean loss, divided by the scale of a GradScaler.
         expected_batch_size: the sum is divided by it.
+        sharded: trainable parameters that are divided over ranks. A layer's sum over all ranks is
+            formed, and this rank keeps its own part.
+        placeholder: these samples do not count; this rank only takes part in the sums.
 
     Returns:
         None if nothing was captured.
@@ -79,15 +87,50 @@ def clip_and_sum(
     if captured.squared_norms is None:
         return None
     factors, finite = clip_factors(captured.squared_norms * grad_scale**2, clip, gamma)
-    weights = factors * (grad_scale / expected_batch_size)
-    all_finite = bool(finite.all())
-    sums: Sums = {}
-    while captured.grads:
-        key, grad = captured.grads.popitem()
+    counted = torch.zeros_like(finite) if placeholder else finite
+    weights = factors * counted * (grad_scale / expected_batch_size)
+    all_counted = bool(counted.all())
+
+    def sum_of(key: ParamKey) -> list[Tensor]:
+        grad = captured.grads.pop(key)
         # 0 · NaN is NaN: entries of samples that are not finite are set to zero
-        grad = grad if all_finite else grad.masked(finite)
-        sums[key] = preconditioned_sum(grad, weights, preconditioner_of(key))
+        grad = grad if all_counted else grad.masked(counted)
+        return preconditioned_sum(grad, weights, preconditioner_of(key))
+
+    if sharded:
+        sums = sharded_sums(list(captured.grads), sum_of, sharded)
+    else:
+        sums = {key: sum_of(key) for key in reversed(list(captured.grads))}
     return ClippedBatch(sums, factors, finite)
+
+
+def sharded_sums(
+    keys: Iterable[ParamKey],
+    sum_of: Callable[[ParamKey], list[Tensor]],
+    params: Iterable[nn.Parameter],
+) -> Sums:
+    """Form the sums one layer at a time, add them up over the ranks, and keep this rank's part.
+
+    All ranks go through all parameters in the same order, whatever their samples used.
+    """
+    keys_of: dict[nn.Parameter, list[ParamKey]] = {}
+    for key in keys:
+        for p in key:
+            keys_of.setdefault(p, []).append(key)
+    formed: dict[ParamKey, dict[nn.Parameter, Tensor]] = {}
+    sums: Sums = {}
+    for p in params:
+        total = None
+        for key in keys_of.get(p, ()):
+            if key not in formed:
+                formed[key] = dict(zip(key, sum_of(key), strict=True))
+            part = formed[key].pop(p)
+            total = part if total is None else total + part
+        if total is None:
+            dtype = at_least_float32(local(p.detach())).dtype
+            total = torch.zeros(p.shape, dtype=dtype, device=p.device)
+        sums[p,] = [sum_over_ranks(p, total)]
+    return sums
 
 
 def clip_factors(
@@ -153,7 +196,7 @@ def sum_per_parameter(sums: Sums, trainable: Mapping[str, nn.Parameter]) -> dict
     return {
         name: totals[p].contiguous()
         if p in totals
-        else torch.zeros_like(p, dtype=at_least_float32(p).dtype)
+        else zeros_of(p, at_least_float32(local(p.detach())).dtype)
         for name, p in trainable.items()
     }
 
@@ -195,7 +238,7 @@ def write_grads(params: Mapping[nn.Parameter, str], grads: Mapping[str, Tensor])
     So no older gradient is used by a step.
     """
     for p, name in params.items():
-        p.grad = grads[name].to(p.dtype) if name in grads else None
+        p.grad = like_parameter(p, grads[name].to(p.dtype)) if name in grads else None
 
 
 def release(
@@ -208,6 +251,7 @@ def release(
     step: int,
     grid: float,
     maps_after_noise: Mapping[tuple[str, ...], LinearMap],
+    ranks: Ranks = ALONE,
 ) -> None:
     """From the sums of a logical batch to ``.grad``: the only place where something is released.
 
@@ -216,9 +260,13 @@ def release(
         params: all parameters of the model with their names.
         noise, noise_key, scale, step, grid: see `add_noise_`.
         maps_after_noise: see `map_after_noise_`.
+        ranks: the processes over which the batch was divided. Sums of sharded parameters are
+            complete already; others are added up here, once per logical batch.
     """
     trainable = {name: p for p, name in params.items() if p.requires_grad}
     grads = sum_per_parameter(sums, trainable)
+    if not any(is_sharded(p) for p in trainable.values()):
+        ranks.sum_(grads)
     add_noise_(grads, noise, noise_key, scale, step, grid)
     map_after_noise_(grads, maps_after_noise)
     write_grads(params, grads)

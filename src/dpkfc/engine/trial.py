@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
 from dpkfc.engine.check_collate import Collate, check_collate, is_random, shapes
@@ -60,6 +63,25 @@ def trials_of(source: Source, has_loss: bool) -> tuple[list[Trial], bool]:
             alone, random_padding = {}, True
         trials.append(Trial(batch, len(part), alone))
     return trials, checked and not random_padding
+
+
+def content_digest(source: Source) -> str:
+    """A hash of a few records, to notice ranks that were given different data.
+
+    Records that are read differently each time, as by random augmentation, are not compared.
+    """
+
+    def digest(seed: int) -> str:
+        hashed = hashlib.sha256()
+        with kept_generators(seed):
+            for row in sorted({0, len(source) // 2, len(source) - 1}):
+                for leaf in tree_leaves(source.dataset[row]):
+                    is_tensor = isinstance(leaf, Tensor)
+                    hashed.update(repr(leaf.tolist() if is_tensor else leaf).encode())
+        return hashed.hexdigest()
+
+    first, second = (digest(seed) for seed in (0, 1))
+    return first if first == second else "random"
 
 
 def _alone(collate: Collate, records: list[Any], batch: Any) -> dict[int, Any]:

@@ -1,0 +1,212 @@
+"""The ranks of a torch.distributed job train as one: same batch, same step, same noise.
+
+Two kinds of messages are sent. *Control messages* (a few numbers, a key, a refusal) go through the
+CPU, over gloo, so that no accelerator waits for them. *Sums* of gradients go through the job's own
+process group, wherever the parameters are.
+
+`Ranks` is what one process knows of the others. Without a process group, or with a single rank,
+every method returns at once, so that callers need no case of their own.
+
+**Guarantee.** If one rank refuses a step, no rank releases it (`agree`). What the first rank alone
+does, such as charging the ledger, has happened before any other rank continues (`on_first`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dpkfc.errors import PrivacyError
+
+T = TypeVar("T")
+BUCKET = 25 * 2**20  # bytes that are reduced together, as DistributedDataParallel does
+
+# the control group of each default group
+_control_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a job as one of them sees it."""
+
+    rank: int = 0
+    count: int = 1
+    control: Any = None  # the process group of control messages; None: the default group
+
+    @property
+    def first(self) -> bool:
+        """True on the rank that keeps the ledger and writes what exists once."""
+        return self.rank == 0
+
+    def on_first(self, function: Callable[[], T]) -> T:
+        """Run `function` on the first rank; every rank gets its result, or raises its error."""
+        if self.count == 1:
+            return function()
+        problem: BaseException | None = None
+        message: list[Any] = [None]
+        if self.first:
+            try:
+                message = [("result", function())]
+            except Exception as error:
+                problem, message = error, [("error", *_described(error))]
+        dist.broadcast_object_list(message, src=0, group=self.control, device=_CPU)
+        kind, *content = message[0]
+        if problem is not None:
+            raise problem
+        if kind == "error":
+            raise _error(0, *content)
+        return content[0]  # type: ignore[no-any-return]
+
+    def any(self, flag: bool) -> bool:
+        """True on every rank if it is on one."""
+        if self.count == 1:
+            return flag
+        message = torch.tensor([int(flag)])
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.control)
+        return bool(message[0])
+
+    def agree(self, problem: Exception | None = None, **numbers: int) -> None:
+        """Continue if no rank has a problem and all have the same numbers; else raise everywhere.
+
+        Raises:
+            Exception: the own problem, or an error with that of the first rank that has one.
+            PrivacyError: the ranks have different numbers, such as different steps.
+        """
+        if self.count == 1:
+            if problem is not None:
+                raise problem
+            return
+        values = list(numbers.values())
+        # the largest of x and of -x: all ranks have the same x if these are opposite
+        message = torch.tensor([int(problem is not None), *values, *(-x for x in values)])
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.control)
+        refused, *extremes = message.tolist()
+        if refused:
+            self._raise_together(problem)
+        largest, smallest = extremes[: len(values)], extremes[len(values) :]
+        for name, high, low in zip(numbers, largest, smallest, strict=True):
+            if high != -low:
+                raise PrivacyError(
+                    f"the ranks of this job have different values of {name} (from {-low} to "
+                    f"{high}): all ranks must run the same loop, with the same number of batches"
+                )
+
+    def _raise_together(self, problem: Exception | None) -> None:
+        described = None if problem is None else _described(problem)
+        everyone: list[Any] = [None] * self.count
+        dist.all_gather_object(everyone, described, group=self.control)
+        if problem is not None:
+            raise problem
+        rank, content = next((rank, each) for rank, each in enumerate(everyone) if each)
+        raise _error(rank, *content)
+
+    def same(self, **values: Any) -> None:
+        """Refuse values that differ between the ranks. They are compared by their text."""
+        if self.count > 1:
+            self.agree(None, **{name: _number(value) for name, value in values.items()})
+
+    def sum_(self, tensors: dict[str, Tensor]) -> None:
+        """Replace every tensor by its sum over the ranks: the same bits on all of them.
+
+        As many bytes are sent as DistributedDataParallel sends for gradients of this dtype.
+        """
+        if self.count == 1:
+            return
+        under_way = []
+        for names in _buckets(tensors):
+            flat = torch.cat([tensors[name].reshape(-1) for name in names])
+            under_way.append((names, flat, dist.all_reduce(flat, async_op=True)))
+            shapes = {name: tensors[name].shape for name in names}
+            # the copies in `flat` take the place of the tensors: no more memory than one bucket
+            parts = flat.split([shape.numel() for shape in shapes.values()])
+            for (name, shape), part in zip(shapes.items(), parts, strict=True):
+                tensors[name] = part.view(shape)
+        for _, _, work in under_way:
+            work.wait()
+
+    def copy_from_first_(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite the tensors with those of the first rank."""
+        if self.count > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), src=0)
+
+
+_CPU = torch.device("cpu")
+ALONE = Ranks()
+
+
+def current_ranks() -> Ranks:
+    """The ranks of the process group that is initialised now. All of them must call this."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return ALONE
+    return Ranks(dist.get_rank(), dist.get_world_size(), _control_group())
+
+
+def _control_group() -> Any:
+    """A group over gloo: the default group itself, if it can reduce CPU tensors."""
+    default: Any = dist.group.WORLD
+    if "gloo" in str(dist.get_backend_config(default)):
+        return None
+    if default not in _control_groups:
+        options = getattr(default._get_backend(torch.device("cuda")), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        _control_groups[default] = dist.new_group(backend="gloo", timeout=timeout)
+    return _control_groups[default]
+
+
+def _described(problem: BaseException) -> tuple[str, str]:
+    return type(problem).__name__, str(problem)
+
+
+def _error(rank: int, kind: str, message: str) -> Exception:
+    """The error of another rank, of the same kind if it is one that this library raises."""
+    kinds = {each.__name__: each for each in (PrivacyError, ValueError, TypeError)}
+    return kinds.get(kind, RuntimeError)(f"rank {rank} stopped: {message}")
+
+
+def _number(value: Any) -> int:
+    """62 bits that differ if the values do."""
+    return int.from_bytes(hashlib.sha256(str(value).encode()).digest()[:8], "big") >> 2
+
+
+def _buckets(tensors: dict[str, Tensor]) -> Iterator[list[str]]:
+    """The names in order, cut where a bucket is full, the dtype changes or the device does."""
+    names: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        bytes_of = tensor.numel() * tensor.element_size()
+        before = tensors[names[-1]] if names else tensor
+        same_kind = (before.dtype, before.device) == (tensor.dtype, tensor.device)
+        if names and (size + bytes_of > BUCKET or not same_kind):
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += bytes_of
+    if names:
+        yield names
+
+
+# -- DistributedDataParallel
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel, whose own reduction of gradients is switched off.
+
+    It would send raw gradients, and wait for gradients that capture never forms.
+    """
+    while isinstance(model, nn.parallel.DistributedDataParallel):
+        stop_reducing(model)
+        model = model.module
+    return model
+
+
+def stop_reducing(wrapper: nn.parallel.DistributedDataParallel) -> None:
+    """The wrapper passes calls on to its module and sends nothing."""
+    wrapper.require_backward_grad_sync = False

@@ -1,0 +1,141 @@
+"""Parameters that FSDP2 (`fully_shard`) has divided over the ranks: which part this rank holds.
+
+A sharded parameter is a DTensor. Its rows (the first dimension) are cut into one piece per rank,
+`ceil(rows / ranks)` rows each, so that the last pieces may be smaller or empty. Everything that is
+as large as the parameter is kept in such pieces: sums of gradients, their noise, the buffers of
+correlated noise. During forward and backward passes FSDP2 replaces the parameter by the gathered
+one; `engine` and `per_sample` keep the sharded one as the parameter's identity.
+
+All functions accept ordinary parameters too, of which every rank holds the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpkfc.distributed import Ranks
+
+
+def is_sharded(p: Tensor) -> bool:
+    """True for a DTensor."""
+    return hasattr(p, "device_mesh")
+
+
+def local(p: Tensor) -> Tensor:
+    """What this rank holds of the parameter, or of its gradient."""
+    return p.to_local() if is_sharded(p) else p  # type: ignore[attr-defined]
+
+
+def own_rows(p: Tensor) -> tuple[int, int]:
+    """The first of this rank's rows, and the row behind its last."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    placed: Any = p
+    shape, offset = compute_local_shape_and_global_offset(
+        placed.shape, placed.device_mesh, placed.placements
+    )
+    return (offset[0], offset[0] + shape[0]) if shape[0] else (0, 0)
+
+
+def own_part(p: Tensor, full: Tensor) -> Tensor:
+    """This rank's part of a tensor of the whole parameter's shape; a copy if it is a part."""
+    if not is_sharded(p):
+        return full
+    start, stop = own_rows(p)
+    return full[start:stop].clone()
+
+
+def owned_ranges(params: Iterable[nn.Parameter]) -> list[range]:
+    """Which stretches of the flat vector of all parameters this rank holds, parameter by parameter.
+
+    This is why any number of ranks adds the same noise: the noise of a number is determined by its
+    place in this vector.
+    """
+    ranges, offset = [], 0
+    for p in params:
+        start, stop = 0, p.numel()
+        if is_sharded(p):
+            row = p.numel() // max(1, p.shape[0])
+            start, stop = (row * index for index in own_rows(p))
+        ranges.append(range(offset + start, offset + stop))
+        offset += p.numel()
+    return ranges
+
+
+def sum_over_ranks(p: Tensor, full: Tensor) -> Tensor:
+    """This rank's part of the sum over all ranks, for a sharded parameter: a reduce-scatter."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    placed: Any = p
+    mesh = placed.device_mesh
+    partial = DTensor.from_local(full, mesh, [Partial()] * mesh.ndim, run_check=False)
+    return partial.redistribute(placements=placed.placements).to_local()
+
+
+def tensors_to_copy(model: nn.Module) -> list[Tensor]:
+    """What all ranks must have alike: buffers, and parameters that are not sharded."""
+    whole = [p for p in model.parameters() if not is_sharded(p)]
+    return [*whole, *(b for b in model.buffers() if not is_sharded(b))]
+
+
+def zeros_of(p: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros for what this rank holds of the parameter."""
+    return torch.zeros_like(local(p.detach()), dtype=dtype)
+
+
+def like_parameter(p: Tensor, part: Tensor) -> Tensor:
+    """This rank's part as a tensor that an optimizer can use as the parameter's gradient."""
+    if not is_sharded(p):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    placed: Any = p
+    return DTensor.from_local(
+        part,
+        placed.device_mesh,
+        placed.placements,
+        run_check=False,
+        shape=p.shape,
+        stride=p.stride(),
+    )
+
+
+def problem_with(p: nn.Parameter, ranks: Ranks) -> str | None:
+    """Why a sharded parameter cannot be trained privately; None if it can."""
+    if not is_sharded(p):
+        return None
+    placed: Any = p
+    if placed.device_mesh.size() != ranks.count:
+        return (
+            f"is divided over {placed.device_mesh.size()} ranks of a job of {ranks.count}: other "
+            "ranks would hold another part of the model, as with tensor parallelism. Use "
+            "fully_shard over all ranks"
+        )
+    for placement in placed.placements:
+        if not (placement.is_replicate() or placement.is_shard(0)):
+            return (
+                f"has the placement {placement}: noise is drawn for consecutive rows. Use "
+                "fully_shard without shard_placement_fn"
+            )
+    if local(p).device.type != placed.device_mesh.device_type:
+        return (
+            "is kept on the CPU and computed elsewhere (CPUOffloadPolicy): its sums and noise "
+            "would be computed on the wrong device. Use fully_shard without offload_policy"
+        )
+    return None
+
+
+def all_or_none(params: Mapping[str, nn.Parameter]) -> str | None:
+    """Why the trainable parameters cannot be trained together: some are sharded, others not."""
+    whole = [name for name, p in params.items() if p.requires_grad and not is_sharded(p)]
+    sharded = [name for name, p in params.items() if p.requires_grad and is_sharded(p)]
+    if whole and sharded:
+        return (
+            f"'{sharded[0]}' is sharded and '{whole[0]}' is not: call fully_shard on the model "
+            "itself after its parts, so that it takes all that is left, without ignored_params"
+        )
+    return None
