@@ -69,7 +69,7 @@ class Ranks:
         if self.count == 1:
             return flag
         message = torch.tensor([int(flag)])
-        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.control)
+        self.largest_(message)
         return bool(message[0])
 
     def agree(self, problem: Exception | None = None, **numbers: int) -> None:
@@ -86,7 +86,7 @@ class Ranks:
         values = list(numbers.values())
         # the largest of x and of -x: all ranks have the same x if these are opposite
         message = torch.tensor([int(problem is not None), *values, *(-x for x in values)])
-        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.control)
+        self.largest_(message)
         refused, *extremes = message.tolist()
         if refused:
             self._raise_together(problem)
@@ -130,6 +130,11 @@ class Ranks:
                 tensors[name] = part.view(shape)
         for _, _, work in under_way:
             work.wait()
+
+    def largest_(self, numbers: Tensor) -> None:
+        """Replace numbers on the CPU by the largest over the ranks, entry by entry."""
+        if self.count > 1:
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.control)
 
     def copy_from_first_(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite the tensors with those of the first rank."""

@@ -7,7 +7,7 @@ few records, before any budget is spent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -23,6 +23,7 @@ from dpkfc.errors import CaptureError, PrivacyError
 from dpkfc.per_sample.base import ParamKey
 from dpkfc.per_sample.capture import CapturedGrads, GradientCapture
 from dpkfc.per_sample.rounding import at_least_float32
+from dpkfc.sharding import is_sharded, local, zeros_of
 
 LossOfBatch = Callable[[Any], Tensor]
 T = TypeVar("T")
@@ -36,7 +37,7 @@ class PlainPass:
     """
 
     loss: Tensor
-    grads: dict[int, Tensor]  # by the parameters' ids
+    grads: dict[int, Tensor]  # by the parameters' ids; of sharded ones, this rank's part
 
 
 def plain_pass(
@@ -57,7 +58,7 @@ def plain_pass(
     ):
         try:
             loss = loss_of(copied(inputs))
-            grads = torch.autograd.grad(loss, params, allow_unused=True)
+            grads = _gradients_of(loss, params)
         except Exception as problem:
             if _in_words(problem):
                 raise
@@ -71,11 +72,26 @@ def plain_pass(
     return PlainPass(
         loss.detach(),
         {
-            id(p): torch.zeros_like(p) if grad is None else at_least_float32(grad)
+            id(p): zeros_of(p, p.dtype) if grad is None else at_least_float32(grad)
             for p, grad in zip(params, grads, strict=True)
             if grad is not None or not hidden
         },
     )
+
+
+def _gradients_of(loss: Tensor, params: list[nn.Parameter]) -> Sequence[Tensor | None]:
+    """The gradients of the loss; of sharded parameters, the part that this rank holds.
+
+    FSDP2 reduces gradients only in `backward`. It takes the mean over the ranks, which all have the
+    same batch here.
+    """
+    if not any(is_sharded(p) for p in params):
+        return torch.autograd.grad(loss, params, allow_unused=True)
+    loss.backward()
+    grads = [None if p.grad is None else local(p.grad) for p in params]
+    for p in params:
+        p.grad = None
+    return grads
 
 
 def same_as_plain(
@@ -106,7 +122,7 @@ def same_as_plain(
     _same_loss(capture, inputs, loss_of, loss, plain.loss, captured.eps)
     own = Fingerprint.of(captured, torch.ones(captured.batch_size))
     differing = _differing(model, own, plain)
-    if differing:
+    if differing and not any(is_sharded(p) for p in model.parameters()):
         # where large terms cancel, it may be the plain sum that is rounded
         with suppress(Exception), _in_float64(model):
             exact = plain_pass(model, capture, _floats_to_double(inputs), loss_of)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from dpkfc.distributed import Ranks
+from dpkfc.distributed import ALONE, Ranks
 from dpkfc.errors import PrivacyError
-from dpkfc.sharding import is_sharded
+from dpkfc.sharding import is_sharded, local, owned_ranges
 
 if TYPE_CHECKING:
     from dpkfc.engine.loader import Chunk
@@ -178,28 +178,40 @@ def steps_left(charged: int, planned: int) -> None:
         raise PrivacyError(f"all {planned} planned steps are used up. Make a new plan to continue")
 
 
-def no_raw_gradients(params: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
-    """FSDP2 has reduced a gradient that autograd formed: no layer that was captured forms one."""
-    for p in params:
-        if is_sharded(p) and p.grad is not None:
-            raise PrivacyError(
-                f"parameter '{names[p]}' has a gradient that was not clipped per sample: the "
-                "parameter was used outside the forward of its module. Call the module itself, or "
-                "name the module that uses it in Options(vmap_modules=[...])"
-            )
-
-
 # -- weights
 
 
-def weights_digest(parameters: Mapping[str, nn.Parameter]) -> str:
-    """A hash that differs between the weights after different steps, from a few entries of each."""
+def weights_digest(parameters: Mapping[str, nn.Parameter], ranks: Ranks = ALONE) -> str:
+    """A hash that differs between the weights after different steps, from a few entries of each.
+
+    It does not depend on how the parameters are divided over ranks. If they are, all ranks must
+    call this.
+    """
     digest = hashlib.sha256()
-    for name, p in parameters.items():
-        flat: Tensor = p.detach().reshape(-1)
-        entries = flat[:: max(1, len(flat) // SAMPLED_ENTRIES)].cpu().contiguous()
-        digest.update(name.encode() + entries.view(torch.uint8).numpy().tobytes())
+    for (name, _), bits in zip(parameters.items(), _sampled_bits(parameters, ranks), strict=True):
+        digest.update(name.encode() + bits.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _sampled_bits(parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> list[Tensor]:
+    """Every n-th entry of each parameter, as integers."""
+    sampled = []
+    for p in parameters.values():
+        places = torch.arange(0, p.numel(), max(1, p.numel() // SAMPLED_ENTRIES))
+        flat = local(p.detach()).reshape(-1)
+        kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+        (own,) = owned_ranges([p])
+        here = (places >= own.start) & (places < own.stop)
+        values = flat[(places[here] - own.start).to(flat.device)].cpu()
+        bits = torch.full((len(places),), torch.iinfo(kind).min, dtype=torch.int64)
+        bits[here] = values.contiguous().view(kind).long()
+        sampled.append((bits, kind))
+    if any(is_sharded(p) for p in parameters.values()):
+        together = torch.cat([bits for bits, _ in sampled])
+        ranks.largest_(together)
+        parts = together.split([len(bits) for bits, _ in sampled])
+        sampled = [(part, kind) for part, (_, kind) in zip(parts, sampled, strict=True)]
+    return [bits.to(kind) for bits, kind in sampled]
 
 
 def same_weights(digest: str, expected: str, steps: int) -> None:

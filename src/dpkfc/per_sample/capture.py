@@ -45,6 +45,7 @@ from dpkfc.per_sample.layers.vmap import run_under_vmap
 from dpkfc.per_sample.partition import partition
 from dpkfc.per_sample.rounding import full_precision
 from dpkfc.per_sample.verify import verify_adapter
+from dpkfc.sharding import is_sharded
 
 
 class Receiver(Protocol):
@@ -168,12 +169,14 @@ class GradientCapture:
     ) -> None:
         self.vmap_modules = tuple(vmap_modules)
         self.hooked_modules = partition(model, self.vmap_modules, expand_scalars)
+        _refuse_unverifiable(self.hooked_modules)
         self.verify_adapters()
         self._active_modules: Sequence[HookedModule] = self.hooked_modules
         self.batch_size: int | None = None  # of the forward pass under way
         # joins what needs no gradient itself to the autograd graph
         self.anchor = torch.zeros((), requires_grad=True)
         self._receivers: list[Receiver] = []
+        self._sharded_may_accumulate = [False]  # shared with the hooks of the parameters
         # methods of the modules, and what the modules had in their place besides their class's
         self._replaced: list[tuple[nn.Module, str, Any]] = []
         self._handles = [model.register_forward_pre_hook(Hook(self._enter), with_kwargs=True)]
@@ -188,7 +191,8 @@ class GradientCapture:
         owners = {id(p): h.name for h in self.hooked_modules for p in h.params.values()}
         for name, p in model.named_parameters():
             if p.is_floating_point():
-                self._handles.append(_refuse_direct_use(p, name, owners.get(id(p))))
+                allowed = self._sharded_may_accumulate if is_sharded(p) else [False]
+                self._handles.append(_refuse_direct_use(p, name, owners.get(id(p)), allowed))
 
     def attach(self, receiver: Receiver) -> None:
         """Deliver events to `receiver` from now on."""
@@ -225,14 +229,17 @@ class GradientCapture:
     def suspended(self, except_for: HookedModule | None = None) -> Iterator[None]:
         """Inside the block, the model is the plain model, `except_for` one module.
 
-        Take gradients with `torch.autograd.grad`: `backward` would be refused.
+        Take gradients with `torch.autograd.grad`: `backward` would be refused, except by sharded
+        parameters, whose gradients exist only after `backward`.
         """
         self._active_modules = [] if except_for is None else [except_for]
+        self._sharded_may_accumulate[0] = True
         try:
             with self.delivering_to(_Recorder()):
                 yield
         finally:
             self._active_modules = self.hooked_modules
+            self._sharded_may_accumulate[0] = False
 
     def owners(self, params: Iterable[nn.Parameter]) -> list[str]:
         """Names of the hooked modules that account for these parameters."""
@@ -360,8 +367,8 @@ class GradientCapture:
     ) -> Any:
         trainable = self._trainable(hooked)
         hooked.lent.append(trainable)
-        for p in trainable.values():
-            p.requires_grad_(False)
+        for name, p in trainable.items():
+            _gathered(hooked, name, p).requires_grad_(False)
         if not trainable:
             return None
         _activations(hooked, args, kwargs)  # refuses a call that the adapter does not cover
@@ -388,8 +395,8 @@ class GradientCapture:
         if not hooked.lent:
             return None
         trainable = hooked.lent.pop()
-        for p in trainable.values():
-            p.requires_grad_(True)
+        for name, p in trainable.items():
+            _gathered(hooked, name, p).requires_grad_(True)
         if not trainable or out is None:  # nothing to capture, or the forward raised
             return None
         # in a list, so that the activations are freed after backward although the graph lives on
@@ -420,10 +427,11 @@ class GradientCapture:
         self, hooked: HookedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         trainable = self._trainable(hooked)
-        hooked.lent.append(trainable)
+        gathered = {name: _gathered(hooked, name, p) for name, p in trainable.items()}
+        hooked.lent.append(gathered)
         for name, p in trainable.items():
             tail = p.shape[1:] if p.dim() else (1,)
-            expanded = p.detach().expand(self._require_batch_size(hooked), *tail)
+            expanded = gathered[name].detach().expand(self._require_batch_size(hooked), *tail)
             copies = self._copies(hooked, name, p, expanded)
             hooked.module._parameters[name] = copies  # type: ignore[assignment]
 
@@ -445,7 +453,9 @@ class GradientCapture:
             return forward(*args, **kwargs)
         batch = self._require_batch_size(hooked)
         copies = {
-            name: self._copies(hooked, name, p, p.detach().expand(batch, *p.shape))
+            name: self._copies(
+                hooked, name, p, _gathered(hooked, name, p).detach().expand(batch, *p.shape)
+            )
             for name, p in trainable.items()
         }
         return run_under_vmap(hooked, forward, copies, batch, args, kwargs)
@@ -530,7 +540,35 @@ class _Recorder:
         self.calls.append(call)
 
 
-def _refuse_direct_use(p: nn.Parameter, name: str, module: str | None) -> RemovableHandle:
+def _gathered(hooked: HookedModule, name: str, p: nn.Parameter) -> nn.Parameter:
+    """The parameter as the module has it now: under FSDP2, the gathered one."""
+    if not is_sharded(p):
+        return p
+    present = hooked.module.get_parameter(name)
+    if is_sharded(present):
+        raise PrivacyError(
+            f"parameter '{name}' of module '{hooked.name}' is still divided over the ranks when "
+            "the module runs: call the model itself, and fully_shard on whole modules. A module "
+            "that runs under vmap must not contain one that fully_shard was called on"
+        )
+    return present
+
+
+def _refuse_unverifiable(hooked_modules: Iterable[HookedModule]) -> None:
+    """A registered adapter is compared with autograd, which needs the whole parameter."""
+    for hooked in hooked_modules:
+        if not hooked.built_in and any(is_sharded(p) for p in hooked.params.values()):
+            raise PrivacyError(
+                f"module '{hooked.name}' ({type(hooked.module).__name__}) has an adapter of its "
+                "own, which cannot be compared with autograd while its parameters are divided by "
+                "fully_shard: leave the module out of fully_shard, or name it in "
+                "Options(vmap_modules=[...])"
+            )
+
+
+def _refuse_direct_use(
+    p: nn.Parameter, name: str, module: str | None, allowed: list[bool]
+) -> RemovableHandle:
     """Autograd reaches a captured parameter only if it was used outside its module: refuse that.
 
     The hook must not refer to the model: Python's garbage collector does not see references that
@@ -538,6 +576,8 @@ def _refuse_direct_use(p: nn.Parameter, name: str, module: str | None) -> Remova
     """
 
     def refuse(p: Tensor) -> None:
+        if allowed[0]:
+            return
         p.grad = None
         if module is None:
             raise PrivacyError(
