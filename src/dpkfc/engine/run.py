@@ -36,6 +36,7 @@ from dpkfc.engine.rng_state import seed_generators
 from dpkfc.engine.step import Sums, add_sums_, clip_and_sum, release, write_grads
 from dpkfc.geometry.base import Geometry
 from dpkfc.noise.factorization import Factorization
+from dpkfc.noise.stream import Stream
 from dpkfc.optim.base import RunAware
 from dpkfc.per_sample.base import LayerCall, LinearMap, ParamKey
 from dpkfc.per_sample.capture import CapturedGrads, GradAccumulator, GradientCapture, Hook
@@ -114,8 +115,7 @@ class PrivateRun:
         self._secret_steps = _secret_steps(plan.steps) if options.check else set()
         self._names = {p: name for name, p in model.named_parameters()}
         self._trainable_at_start = self._trainable()
-        size = sum(p.numel() for p in self._trainable_at_start.values())
-        self._noise = factorization.stream(size)
+        self._noise = self._noise_stream()
         self._key = first_key(seed)
         # for the whole run: a record must not change its group
         self._group_key = sub_key(self._key, "groups")
@@ -430,6 +430,10 @@ class PrivateRun:
         guards.all_samples_seen(chunk, self._batch.samples)
         guards.steps_left(self.charged, self.plan.steps)
         guards.same_trainable(self._trainable(), self._trainable_at_start, correlated)
+        if self._trainable().keys() != self._trainable_at_start.keys():
+            # independent noise: nothing of the past is kept but the number of the next step
+            state, self._noise = self._noise.state_dict(), self._noise_stream()
+            self._noise.load_state_dict(state)
         if self._ledger is not None:
             self._ledger.charge(self.run_id, self.charged + 1)
         sums, key, step = self._batch.sums, self._key, self.charged
@@ -459,6 +463,11 @@ class PrivateRun:
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for p, name in self._names.items() if p.requires_grad}
+
+    def _noise_stream(self) -> Stream:
+        """The noise of all trainable parameters, computed where the model is."""
+        size = sum(p.numel() for p in self._trainable().values())
+        return self.factorization.stream([range(size)], next(self.model.parameters()).device)
 
     def _learning_rates(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
