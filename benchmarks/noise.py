@@ -74,7 +74,7 @@ def drawing(size: int, turns: int) -> tuple[float, float]:
 
 def step(noise: Noise, size: int) -> Callable[[], object]:
     """Return a function that takes the next step of the stream."""
-    stream = noise.factorize(WORKLOAD, 1000, 200).stream(size)
+    stream = noise.factorize(WORKLOAD, 1000, 200).stream([range(size)], torch.device("cpu"))
     steps = count()
     target = torch.zeros(size)
     key = first_key(0)

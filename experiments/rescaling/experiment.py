@@ -81,7 +81,7 @@ def error(noise: Noise, pipeline: Pipeline, seed: int) -> float:
     Rescaling multiplies every coordinate by its own factor exp(N(0, .5²)).
     """
     candidate = evaluate(noise, dpkfc.noise.Workload.sgd(momentum=0.9), **RUN)
-    stream = candidate.factorization.stream(SIZE)
+    stream = candidate.factorization.stream([range(SIZE)], torch.device("cpu"))
     scale = candidate.plan.noise_scale / candidate.plan.batch_size
     both, alone = (torch.zeros(SIZE, requires_grad=True) for _ in range(2))
     optimizers = [pipeline.optimizer([both]), pipeline.optimizer([alone])]

@@ -117,8 +117,8 @@ def test_parts_of_a_batch_add_up_and_unused_parameters_get_zeros() -> None:
 
 @pytest.mark.parametrize("grid", [0.0, 0.25])
 def test_noise_is_added_once_to_every_entry_and_lies_on_the_grid(grid: float) -> None:
-    noise = Independent().factorize(Workload.sgd(), 3, 1).stream(7)
-    again = Independent().factorize(Workload.sgd(), 3, 1).stream(7)
+    noise = Independent().factorize(Workload.sgd(), 3, 1).stream([range(7)], torch.device("cpu"))
+    again = Independent().factorize(Workload.sgd(), 3, 1).stream([range(7)], torch.device("cpu"))
     key = bytes(range(32))
     sums = {"a": torch.ones(2, 2), "b": torch.zeros(3)}
     add_noise_(sums, noise, key, 2.0, 0, grid)

@@ -6,6 +6,7 @@ from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
+import torch
 
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.factorization import (
@@ -237,6 +238,6 @@ def test_non_negative_means_no_negative_entry(
 
 @forms
 def test_buffers_are_what_the_stream_keeps(form: Factorization, dense: np.ndarray) -> None:
-    state = form.stream(10).state_dict()
+    state = form.stream([range(10)], torch.device("cpu")).state_dict()
     past = state.get("past")
     assert form.buffers == (0 if past is None else past.numel() / 10)

@@ -269,7 +269,7 @@ def test_streams(name: str) -> None:
             params=jax.numpy.ones((N, 4))
         ).inverse_as_streaming_matrix()
     want = np.asarray(theirs @ jax.numpy.array(normals(size)))
-    stream = form.stream(size)
+    stream = form.stream([range(size)], torch.device("cpu"))
     for step in range(N):
         got = torch.zeros(size, dtype=torch.float64)
         stream.add_([got], first_key(step), 1.0, step)

@@ -21,9 +21,11 @@ from dpkfc.noise.factorization import (
     ToeplitzStrategy,
 )
 from dpkfc.noise.stream import RegeneratedStream, RingBufferStream, Stream
-from dpkfc.random import LANE, add_normal_, first_key
+from dpkfc.normals import LANE
+from dpkfc.random import add_normal_, first_key
 
 N = 12
+CPU = torch.device("cpu")
 SHAPES: dict[str, list[tuple[int, ...]]] = {
     "one number": [(1,)],
     "less than a lane": [(3, 4), (5,), (2, 3, 2), ()],
@@ -70,6 +72,11 @@ forms = pytest.mark.parametrize(("form", "dense"), FORMS.values(), ids=FORMS.key
 WITH_BUFFERS = [name for name, (form, _) in FORMS.items() if form.buffers]
 
 
+def whole(form: Factorization, size: int) -> Stream:
+    """The stream of one process, which owns all positions."""
+    return form.stream([range(size)], CPU)
+
+
 def key(step: int) -> bytes:
     return first_key(1000 + step)
 
@@ -108,7 +115,7 @@ def test_the_stream_is_the_inverse_times_z(
     n = N if size < 100 else 5
     block = dense[:n, :n]
     want = np.linalg.inv(block) @ normals(size, list(range(n)))
-    stream = form.stream(size)
+    stream = whole(form, size)
     for step in range(n):
         sums = [torch.full(shape, float(i), dtype=dtype) for i, shape in enumerate(shapes)]
         stream.add_(sums, key(step), scale, step)
@@ -125,7 +132,7 @@ def test_rounding_errors_do_not_accumulate(name: str) -> None:
     n, size = 300, 32
     form, dense = all_forms(n)[name]
     steps = list(range(n))
-    off = dense @ draw(form.stream(size), size, steps) - normals(size, steps)
+    off = dense @ draw(whole(form, size), size, steps) - normals(size, steps)
     assert np.abs(off).max() < 4e-6
     assert off[-100:].std() < 2 * off[50:150].std() + 1e-9
 
@@ -134,7 +141,7 @@ def test_rounding_errors_do_not_accumulate(name: str) -> None:
 def test_the_covariance_is_that_of_the_mechanism(form: Factorization, dense: np.ndarray) -> None:
     """E[w wᵀ] = (CᵀC)⁻¹, estimated over independent coordinates to 5 standard deviations."""
     size = 60_000
-    w = draw(form.stream(size), size, list(range(N)))
+    w = draw(whole(form, size), size, list(range(N)))
     want = np.linalg.inv(dense.T @ dense)
     spread = np.sqrt((np.outer(np.diag(want), np.diag(want)) + want**2) / size)
     assert (np.abs(w @ w.T / size - want) < 5 * spread).all()
@@ -155,22 +162,22 @@ def test_a_stream_continues_from_its_state_to_the_bit(
     form: Factorization, dense: np.ndarray, at: int
 ) -> None:
     size = 50
-    whole = draw(form.stream(size), size, list(range(N)))
-    first = form.stream(size)
+    expected = draw(whole(form, size), size, list(range(N)))
+    first = whole(form, size)
     draw(first, size, list(range(at)))
     state = copied(first.state_dict())
     draw(first, size, list(range(at, N)))  # what the old object goes on to do is of no consequence
-    second = form.stream(size)
+    second = whole(form, size)
     second.load_state_dict(state)
-    assert np.array_equal(draw(second, size, list(range(at, N))), whole[at:])
+    assert np.array_equal(draw(second, size, list(range(at, N))), expected[at:])
 
 
 @forms
 def test_a_repeated_step_is_refused(form: Factorization, dense: np.ndarray) -> None:
     """Also after loading, without adding anything, and without harm to what follows."""
     size = 20
-    whole = draw(form.stream(size), size, list(range(N)))
-    stream, other = form.stream(size), form.stream(size)
+    expected = draw(whole(form, size), size, list(range(N)))
+    stream, other = whole(form, size), whole(form, size)
     draw(stream, size, [0, 1, 2])
     other.load_state_dict(copied(stream.state_dict()))
     for each in (stream, other):
@@ -179,7 +186,7 @@ def test_a_repeated_step_is_refused(form: Factorization, dense: np.ndarray) -> N
             with pytest.raises(PrivacyError, match=f"noise of step {step} was requested again"):
                 each.add_(sums, key(step), 1.0, step)
             assert not sums[0].any()
-        assert np.array_equal(draw(each, size, list(range(3, N))), whole[3:])
+        assert np.array_equal(draw(each, size, list(range(3, N))), expected[3:])
 
 
 @forms
@@ -191,14 +198,14 @@ def test_a_skipped_step_restarts_the_stream(
     size, steps = 40, list(range(before)) + list(range(at, N))
     block = dense[np.ix_(steps, steps)].copy()
     block[before:, :before] = 0
-    got = draw(form.stream(size), size, steps)
+    got = draw(whole(form, size), size, steps)
     assert_close(got, np.linalg.inv(block) @ normals(size, steps))
 
 
 @forms
 def test_restart_forgets_the_past(form: Factorization, dense: np.ndarray) -> None:
     size, at = 40, 5
-    stream = form.stream(size)
+    stream = whole(form, size)
     block = dense.copy()
     block[at:, :at] = 0
     first = draw(stream, size, list(range(at)))
@@ -211,7 +218,7 @@ def test_restart_forgets_the_past(form: Factorization, dense: np.ndarray) -> Non
 
 @pytest.mark.parametrize("name", WITH_BUFFERS)
 def test_a_state_of_another_shape_is_refused(name: str) -> None:
-    stream = FORMS[name][0].stream(10)
+    stream = whole(FORMS[name][0], 10)
     state = stream.state_dict()
     wrong: list[Tensor] = [
         torch.zeros(len(state["past"]), 11),
@@ -228,8 +235,10 @@ def test_a_state_of_another_shape_is_refused(name: str) -> None:
 def test_regeneration_equals_the_ring_buffer(d: list[float]) -> None:
     size, steps = LANE + 9, list(range(6))
     lags = np.array(d[1:])
-    ring = RingBufferStream(size, len(lags), lambda t: (d[0], lags), lambda t: 1.0, keeps="inputs")
-    regenerated = InverseToeplitzStrategy("", tuple(d)).stream(size)
+    ring = RingBufferStream(
+        [range(size)], CPU, len(lags), lambda t: (d[0], lags), lambda t: 1.0, keeps="inputs"
+    )
+    regenerated = whole(InverseToeplitzStrategy("", tuple(d)), size)
     assert isinstance(regenerated, RegeneratedStream)
     want = toeplitz(d, 6) @ normals(size, steps)
     for stream in (ring, regenerated):
@@ -238,7 +247,7 @@ def test_regeneration_equals_the_ring_buffer(d: list[float]) -> None:
 
 def test_only_the_keys_that_are_needed_are_kept() -> None:
     """Three coefficients need the keys of two steps: older noise cannot be recomputed."""
-    stream = InverseToeplitzStrategy("", (1.0, -0.5, -0.2)).stream(10)
+    stream = whole(InverseToeplitzStrategy("", (1.0, -0.5, -0.2)), 10)
     draw(stream, 10, list(range(5)))
     assert stream.state_dict()["keys"] == [key(4).hex(), key(3).hex()]
 
@@ -247,7 +256,7 @@ def test_only_the_keys_that_are_needed_are_kept() -> None:
 @pytest.mark.parametrize("size", [9, 11])
 def test_sums_of_another_size_are_refused_before_anything_is_added(name: str, size: int) -> None:
     """Too many numbers would leave some without noise."""
-    stream, sums = FORMS[name][0].stream(10), [torch.zeros(size)]
+    stream, sums = whole(FORMS[name][0], 10), [torch.zeros(size)]
     with pytest.raises(PrivacyError, match=f"for 10 numbers, not for {size}"):
         stream.add_(sums, key(0), 1.0, 0)
     assert not sums[0].any()
@@ -256,10 +265,10 @@ def test_sums_of_another_size_are_refused_before_anything_is_added(name: str, si
 def test_a_state_of_keys_for_another_size_is_refused() -> None:
     form = FORMS["inverse, regenerated"][0]
     with pytest.raises(PrivacyError, match="noise for 10 numbers, the run needs 20"):
-        form.stream(20).load_state_dict(form.stream(10).state_dict())
+        whole(form, 20).load_state_dict(whole(form, 10).state_dict())
 
 
 @pytest.mark.parametrize("name", ["normalised", "matrix"])
 def test_steps_beyond_what_the_matrix_was_made_for_are_refused(name: str) -> None:
     with pytest.raises(PrivacyError, match=f"computed for {N} steps"):
-        draw(FORMS[name][0].stream(3), 3, [*range(N), N])
+        draw(whole(FORMS[name][0], 3), 3, [*range(N), N])

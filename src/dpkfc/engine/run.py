@@ -38,6 +38,7 @@ from dpkfc.engine.step import Sums, add_sums_, clip_and_sum, release, write_grad
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.base import Geometry
 from dpkfc.noise.factorization import Factorization
+from dpkfc.noise.stream import Stream
 from dpkfc.optim.base import RunAware
 from dpkfc.per_sample.base import LayerCall, LinearMap, ParamKey
 from dpkfc.per_sample.capture import CapturedGrads, GradAccumulator, GradientCapture, Hook
@@ -120,8 +121,7 @@ class PrivateRun:
         self._names = {p: name for name, p in model.named_parameters()}
         self._trainable_at_start = self._trainable()
         self._sharded = any(is_sharded(p) for p in self._names)
-        ranges = owned_ranges(self._trainable_at_start.values())
-        self._noise = factorization.stream(sum(map(len, ranges)))
+        self._noise = self._noise_stream()
         # chosen once for all ranks
         self._key, self._secret_steps, self.run_id = ranks.on_first(
             lambda: (
@@ -452,7 +452,13 @@ class PrivateRun:
 
     def _private_step(self, chunk: Chunk) -> None:
         """Charge the step, add noise to the sums, and write ``.grad``."""
-        self._ranks.agree(self._problem_with_step(chunk), steps=self.charged)
+        trainable = self._trainable()
+        problem = self._problem_with_step(chunk)
+        self._ranks.agree(problem, steps=self.charged, trainable_parameters=len(trainable))
+        if list(trainable) != self._noised:
+            # independent noise: nothing of the past is kept but the number of the next step
+            state, self._noise = self._noise.state_dict(), self._noise_stream()
+            self._noise.load_state_dict(state)
         ledger = self._ledger
         if ledger is not None:
             self._ranks.on_first(lambda: ledger.charge(self.run_id, self.charged + 1))
@@ -497,6 +503,13 @@ class PrivateRun:
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for p, name in self._names.items() if p.requires_grad}
+
+    def _noise_stream(self) -> Stream:
+        """The noise of all trainable parameters, computed where the model is."""
+        trainable = self._trainable()
+        self._noised = list(trainable)
+        device = next(self.model.parameters()).device
+        return self.factorization.stream(owned_ranges(trainable.values()), device)
 
     def _learning_rates(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]

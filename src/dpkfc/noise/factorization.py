@@ -41,11 +41,13 @@ the streams against ``C⁻¹ z``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.sensitivity import (
@@ -96,8 +98,15 @@ class Factorization(Protocol):
     def error(self, workload: Workload, n: int) -> float:
         """``‖A C⁻¹‖_F / √n``: the root mean square of the noise in θ, for z ~ N(0, I)."""
 
-    def stream(self, size: int) -> Stream:
-        """The noise ``w = C⁻¹ z`` for a model of `size` parameters."""
+    def stream(self, ranges: Sequence[range], device: torch.device) -> Stream:
+        """The noise ``w = C⁻¹ z`` of the positions that this process owns.
+
+        Args:
+            ranges: stretches of the flat vector of all trainable parameters, in the order of the
+                model. They are listed in the order of the sums that will be passed to `add_`. One
+                process alone owns ``[range(0, size)]``.
+            device: where the noise is computed and kept; best where the parameters are.
+        """
 
 
 @dataclass(frozen=True)
@@ -195,10 +204,15 @@ class ToeplitzStrategy:
             squares += float(np.square(_multiply_right([1.0], self.c, rows)).sum())
         return float((squares / n) ** 0.5)
 
-    def stream(self, size: int) -> Stream:
+    def stream(self, ranges: Sequence[range], device: torch.device) -> Stream:
         lags = np.array(self.c[1:]) / -self.c[0]
         return RingBufferStream(
-            size, self.buffers, lambda t: (1 / self.c[0], lags), self.scale, keeps="outputs"
+            ranges,
+            device,
+            self.buffers,
+            lambda t: (1 / self.c[0], lags),
+            self.scale,
+            keeps="outputs",
         )
 
 
@@ -257,12 +271,17 @@ class InverseToeplitzStrategy(_RationalToeplitz):
     def buffers(self) -> int:
         return 0 if len(self.d) <= MAX_REGENERATED_BANDS else len(self.d) - 1
 
-    def stream(self, size: int) -> Stream:
+    def stream(self, ranges: Sequence[range], device: torch.device) -> Stream:
         if len(self.d) <= MAX_REGENERATED_BANDS:
-            return RegeneratedStream(size, np.array(self.d))
+            return RegeneratedStream(ranges, device, np.array(self.d))
         lags = np.array(self.d[1:])
         return RingBufferStream(
-            size, self.buffers, lambda t: (self.d[0], lags), lambda t: 1.0, keeps="inputs"
+            ranges,
+            device,
+            self.buffers,
+            lambda t: (self.d[0], lags),
+            lambda t: 1.0,
+            keeps="inputs",
         )
 
 
@@ -297,8 +316,8 @@ class BufferedStrategy(_RationalToeplitz):
             p[1:] += weight * other_poles
         return p, q
 
-    def stream(self, size: int) -> Stream:
-        return RecurrentStream(size, np.array(self.weights), np.array(self.poles))
+    def stream(self, ranges: Sequence[range], device: torch.device) -> Stream:
+        return RecurrentStream(ranges, device, np.array(self.weights), np.array(self.poles))
 
 
 @dataclass(frozen=True, eq=False)
@@ -345,7 +364,7 @@ class BandedStrategy:
         strategy = self.materialize(n)
         return _rms(solve_triangular(strategy, workload.materialize(n).T, lower=True, trans="T"))
 
-    def stream(self, size: int) -> Stream:
+    def stream(self, ranges: Sequence[range], device: torch.device) -> Stream:
         def row(t: int) -> tuple[float, Array]:
             _check_planned(self.steps, t + 1)
             lags = np.zeros(self.bands - 1)
@@ -353,7 +372,9 @@ class BandedStrategy:
                 lags[j - 1] = -self.diagonals[j, t - j] / self.diagonals[0, t]
             return 1 / float(self.diagonals[0, t]), lags
 
-        return RingBufferStream(size, self.buffers, row, lambda t: 1.0, keeps="outputs")
+        return RingBufferStream(
+            ranges, device, self.buffers, row, lambda t: 1.0, keeps="outputs"
+        )
 
 
 IDENTITY = ToeplitzStrategy("independent Gaussian", (1.0,))
