@@ -64,6 +64,18 @@ class Ranks:
             raise _error(0, *content)
         return content[0]  # type: ignore[no-any-return]
 
+    def from_all(self, value: T) -> list[T]:
+        """The values of all ranks, in their order."""
+        values: list[Any] = [value] * self.count
+        if self.count > 1:
+            dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def total(self, counts: dict[str, int]) -> dict[str, int]:
+        """The sums of the counts over the ranks."""
+        everyone = self.from_all(counts)
+        return {name: sum(each[name] for each in everyone) for name in counts}
+
     def any(self, flag: bool) -> bool:
         """True on every rank if it is on one."""
         if self.count == 1:
@@ -99,9 +111,7 @@ class Ranks:
                 )
 
     def _raise_together(self, problem: Exception | None) -> None:
-        described = None if problem is None else _described(problem)
-        everyone: list[Any] = [None] * self.count
-        dist.all_gather_object(everyone, described, group=self.control)
+        everyone = self.from_all(None if problem is None else _described(problem))
         if problem is not None:
             raise problem
         rank, content = next((rank, each) for rank, each in enumerate(everyone) if each)

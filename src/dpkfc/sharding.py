@@ -25,6 +25,11 @@ def is_sharded(p: Tensor) -> bool:
     return hasattr(p, "device_mesh")
 
 
+def mesh_of(p: Tensor) -> Any:
+    """The device mesh that a sharded parameter is divided over."""
+    return p.device_mesh  # type: ignore[attr-defined]
+
+
 def local(p: Tensor) -> Tensor:
     """What this rank holds of the parameter, or of its gradient."""
     return p.to_local() if is_sharded(p) else p  # type: ignore[attr-defined]
@@ -102,6 +107,62 @@ def like_parameter(p: Tensor, part: Tensor) -> Tensor:
         shape=p.shape,
         stride=p.stride(),
     )
+
+
+def placements_by_row(mesh: Any, dim: int) -> list[Any]:
+    """Sharded over the last dimension of the mesh, replicated over the others (HSDP)."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    return [Replicate()] * (mesh.ndim - 1) + [Shard(dim)]
+
+
+def divided_like_parameters(
+    tensors: Mapping[str, Any], params: Mapping[str, nn.Parameter]
+) -> dict[str, Any]:
+    """Tensors by name, with whole tensors of sharded parameters replaced by this rank's part."""
+
+    def divided(name: str, value: Any) -> Any:
+        p = params.get(name)
+        if p is None or not is_sharded(p) or not isinstance(value, Tensor) or is_sharded(value):
+            return value
+        return like_parameter(p, own_part(p, value)) if value.shape == p.shape else value
+
+    return {name: divided(name, value) for name, value in tensors.items()}
+
+
+def buffers_by_parameter(past: Tensor, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Buffers of the flat vector of all parameters, [K, own size], as one [K, ...] per parameter.
+
+    Those of a sharded parameter are sharded like it.
+    """
+    sizes = [local(p).numel() for p in params.values()]
+    buffers = {}
+    for (name, p), part in zip(params.items(), past.split(sizes, dim=1), strict=True):
+        own = part.reshape(len(past), *local(p).shape)
+        if is_sharded(p):
+            from torch.distributed.tensor import DTensor
+
+            mesh = mesh_of(p)
+            shape = torch.Size((len(past), *p.shape))
+            stride = torch.empty(shape, device="meta").stride()
+            placements = placements_by_row(mesh, 1)
+            own = DTensor.from_local(
+                own, mesh, placements, run_check=False, shape=shape, stride=stride
+            )
+        buffers[name] = own
+    return buffers
+
+
+def flat_buffers(buffers: Mapping[str, Tensor], params: Mapping[str, nn.Parameter]) -> Tensor:
+    """The inverse of `buffers_by_parameter`; whole buffers are cut to this rank's part."""
+    parts = []
+    for name, p in params.items():
+        own = local(buffers[name])
+        if is_sharded(p) and not is_sharded(buffers[name]):
+            start, stop = own_rows(p)
+            own = own[:, start:stop]
+        parts.append(own.reshape(len(own), -1))
+    return torch.cat(parts, dim=1)
 
 
 def problem_with(p: nn.Parameter, ranks: Ranks) -> str | None:

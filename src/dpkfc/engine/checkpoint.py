@@ -1,9 +1,12 @@
-"""Checkpoints: tensors in safetensors, everything else in JSON; nothing is unpickled.
+"""Checkpoints of a run: save them, load them, never replace anything else.
 
 A checkpoint holds the model, the optimizer, the state of the private run, the global generators
 (dropout, augmentation), and any further object with a `state_dict`. It is written beside its final
 place and renamed, so that a kill leaves the old one or the new one. It holds the keys of future
 noise: keep it secret, and readable by its owner only.
+
+Under torch.distributed all ranks call `save` and `load` together, on a folder that all of them
+see. A checkpoint can be continued by any number of ranks, sharded or not.
 """
 
 from __future__ import annotations
@@ -17,23 +20,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpkfc.engine import guards, lineage, resume
 from dpkfc.engine.rng_state import get_generators, set_generators
+from dpkfc.engine.state_files import is_tensor_file, pack, read_tensors, unpack, write_tensors
 from dpkfc.errors import PrivacyError
+from dpkfc.sharding import divided_like_parameters, is_sharded, mesh_of
 
 if TYPE_CHECKING:
     from dpkfc.engine.run import PrivateRun
     from dpkfc.planning.plan import Plan
 
-FORMAT = 5
-# the files of a checkpoint
-STATE = "state.json"
-TENSORS = "tensors.safetensors"
+FORMAT = 6
+STATE = "state.json"  # beside the files of tensors
 
 
 def save(path: str | os.PathLike[str], run: PrivateRun, others: dict[str, Any]) -> None:
@@ -41,7 +42,7 @@ def save(path: str | os.PathLike[str], run: PrivateRun, others: dict[str, Any]) 
     whole = {
         "model": run.model.state_dict(),
         "optimizer": run.optimizer.state_dict(),
-        "generators": get_generators(),
+        "generators": run._ranks.from_all(get_generators()),
         "others": {name: thing.state_dict() for name, thing in others.items()},
     }
     _write(path, run, whole)
@@ -55,24 +56,36 @@ def save_run(path: str | os.PathLike[str], run: PrivateRun) -> None:
 def _write(path: str | os.PathLike[str], run: PrivateRun, parts: dict[str, Any]) -> None:
     if run.batch_open:
         raise PrivacyError("cannot save in the middle of a batch: save after optimizer.step()")
+    ranks = run._ranks
     state = {"private": run.state_dict(), **parts}
+    state["private"]["not_private"] = ranks.total(state["private"]["not_private"])
     tensors: dict[str, Tensor] = {}
-    tree = _pack(state, tensors, "")
+    tree = pack(state, tensors, "")
     path = Path(path)
+    fresh, checkpoint_id = ranks.on_first(lambda: _prepare(path))
+    try:
+        write_tensors(fresh, tensors, ranks)
+        document = {"format": FORMAT, "id": checkpoint_id, "state": tree}
+        ranks.on_first(lambda: _finish(fresh, path, document))
+    finally:
+        if ranks.first:
+            _remove(fresh)
+    run._checkpoints.append((path.absolute(), checkpoint_id))
+
+
+def _prepare(path: Path) -> tuple[Path, str]:
+    """A folder beside the final place, and the id of the checkpoint."""
     for place in (path, _old(path)):
         _check_replaceable(place)
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))  # mode 0700
-    checkpoint_id = secrets.token_hex(8)
-    try:
-        save_file(tensors, fresh / TENSORS)
-        (fresh / STATE).write_text(
-            json.dumps({"format": FORMAT, "id": checkpoint_id, "state": tree})
-        )
-        _swap(fresh, path)
-    finally:
-        _remove(fresh)
-    run._checkpoints.append((path.absolute(), checkpoint_id))
+    fresh = tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0700
+    return Path(fresh), secrets.token_hex(8)
+
+
+def _finish(fresh: Path, path: Path, document: dict[str, Any]) -> None:
+    """All tensors are written: write the rest, and put the folder in its place."""
+    (fresh / STATE).write_text(json.dumps(document))
+    _swap(fresh, path)
 
 
 def load(path: str | os.PathLike[str], run: PrivateRun, others: dict[str, Any]) -> None:
@@ -81,7 +94,7 @@ def load(path: str | os.PathLike[str], run: PrivateRun, others: dict[str, Any]) 
     All is checked before anything changes.
     """
     names = ("model", "optimizer", "generators", "others")
-    folder, checkpoint_id, run_state, parts = _read(path, names)
+    folder, checkpoint_id, run_state, parts = _read(path, names, run)
     model, optimizer, generators, other_states = parts
     unknown = set(others) ^ set(other_states)
     if unknown:
@@ -92,13 +105,15 @@ def load(path: str | os.PathLike[str], run: PrivateRun, others: dict[str, Any]) 
     plan = resume.check_state(run, run_state)
     _check_model(run.model, model)
     _check_optimizer(run.optimizer, optimizer)
+    model = divided_like_parameters(model, dict(run.model.named_parameters(remove_duplicate=False)))
+    optimizer = _optimizer_state_divided(run.optimizer, optimizer)
     # first: if what follows fails, the steps behind these weights are counted
     _continue(run, folder, checkpoint_id, run_state, plan)
     run.model.load_state_dict(model)
     run.optimizer.load_state_dict(optimizer)
     for name, thing in others.items():
         thing.load_state_dict(other_states[name])
-    set_generators(generators)
+    set_generators(generators[run._ranks.rank % len(generators)])
 
 
 def load_run(path: str | os.PathLike[str], run: PrivateRun) -> None:
@@ -106,7 +121,7 @@ def load_run(path: str | os.PathLike[str], run: PrivateRun) -> None:
 
     The framework has loaded model and optimizer. Weights of another step are refused.
     """
-    folder, checkpoint_id, run_state, _ = _read(path, ())
+    folder, checkpoint_id, run_state, _ = _read(path, (), run)
     plan = resume.check_state(run, run_state)
     guards.same_weights(run._weights_digest(), run_state["weights"], run_state["step"])
     _continue(run, folder, checkpoint_id, run_state, plan)
@@ -114,26 +129,44 @@ def load_run(path: str | os.PathLike[str], run: PrivateRun) -> None:
 
 def run_id_of(path: str | os.PathLike[str]) -> str:
     """The id of the run that the checkpoint belongs to."""
-    return str(_read(path, ())[2]["run"])
+    document, _ = _read_document(path)
+    return str(_part(document["state"], "private", "run")["value"])
 
 
-def _read(
-    path: str | os.PathLike[str], names: tuple[str, ...]
-) -> tuple[Path, str, dict[str, Any], list[Any]]:
-    """The folder, the id of the checkpoint, the state of the run, and the named parts."""
+def _part(tree: Any, *names: str) -> Any:
+    """A part of the tree that `pack` has returned."""
+    for name in names:
+        tree = dict(tree["dict"])[name]
+    return tree
+
+
+def _read_document(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Path]:
+    """The JSON document of the checkpoint, and its folder."""
     path = Path(path).absolute()
     if not (path / STATE).exists():
         path = _old(path)  # killed between the two renames of `_swap`
     try:
         document = json.loads((path / STATE).read_text())
-        tensors = load_file(path / TENSORS)
     except (OSError, ValueError) as problem:
         raise ValueError(f"'{path}' is not a readable checkpoint: {problem}") from problem
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         given = document.get("format") if isinstance(document, dict) else None
         raise ValueError(f"'{path}' has checkpoint format {given}; this version reads {FORMAT}")
+    return document, path
+
+
+def _read(
+    path: str | os.PathLike[str], names: tuple[str, ...], run: PrivateRun
+) -> tuple[Path, str, dict[str, Any], list[Any]]:
+    """The folder, the id of the checkpoint, the state of the run, and the named parts."""
+    document, path = _read_document(path)
+    mesh = next((mesh_of(p) for p in run.model.parameters() if is_sharded(p)), None)
     try:
-        state, checkpoint_id = _unpack(document["state"], tensors), str(document["id"])
+        tensors = read_tensors(path, document["state"], run._ranks, mesh)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise ValueError(f"'{path}' is not a readable checkpoint: {problem!r}") from problem
+    try:
+        state, checkpoint_id = unpack(document["state"], tensors), str(document["id"])
         return path, checkpoint_id, state["private"], [state[name] for name in names]
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise ValueError(
@@ -144,7 +177,8 @@ def _read(
 def _continue(
     run: PrivateRun, folder: Path, checkpoint_id: str, state: dict[str, Any], plan: Plan
 ) -> None:
-    continued_before = lineage.marker(folder, checkpoint_id).exists()
+    marker = lineage.marker(folder, checkpoint_id)
+    continued_before = run._ranks.on_first(marker.exists)
     resume.continue_run(run, state, plan, fresh=continued_before)
     run._checkpoints = [] if continued_before else [(folder, checkpoint_id)]
     if continued_before and run.charged == state["step"] + state["lost_steps"]:
@@ -194,6 +228,18 @@ def _check_optimizer(optimizer: Optimizer, state: Any) -> None:
         )
 
 
+def _optimizer_state_divided(optimizer: Optimizer, state: Any) -> Any:
+    """The state with what is as large as a sharded parameter divided like it."""
+    if "param_groups" not in state:
+        return state
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    divided = {
+        index: divided_like_parameters(entries, dict.fromkeys(entries, params[index]))
+        for index, entries in state["state"].items()
+    }
+    return {**state, "state": divided}
+
+
 def discard(path: Path) -> None:
     """Remove the checkpoint, which is secret, and what a kill may have left of earlier ones."""
     for place in (path, _old(path), *path.parent.glob(f".{path.name}.*")):
@@ -210,7 +256,7 @@ def _foreign(folder: Path) -> list[str]:
     return sorted(
         place.name
         for place in folder.iterdir()
-        if place.name not in (STATE, TENSORS) and not _is_marker(place)
+        if place.name != STATE and not is_tensor_file(place.name) and not _is_marker(place)
     )
 
 
@@ -239,7 +285,7 @@ def _remove(folder: Path) -> None:
     if not folder.is_dir():
         return
     for place in folder.iterdir():
-        if place.name in (STATE, TENSORS) or _is_marker(place):
+        if place.name == STATE or is_tensor_file(place.name) or _is_marker(place):
             place.unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()
@@ -254,37 +300,3 @@ def _swap(fresh: Path, path: Path) -> None:
         _remove(old)
     else:
         os.replace(fresh, path)
-
-
-def _pack(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
-    """A JSON tree with every tensor replaced by its name; dictionaries keep their key types."""
-    if isinstance(value, Tensor):
-        tensors[place] = value.detach().clone().contiguous()
-        return {"tensor": place}
-    if isinstance(value, dict):
-        return {
-            "dict": [[key, _pack(item, tensors, f"{place}/{key}")] for key, item in value.items()]
-        }
-    if isinstance(value, list | tuple):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [_pack(item, tensors, f"{place}/{k}") for k, item in enumerate(value)]}
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, bool | int | float | str):
-        return {"value": value}
-    raise TypeError(
-        f"cannot write {type(value).__name__} at '{place}' to a checkpoint: states must be made of "
-        "tensors, numbers, strings, lists and dictionaries"
-    )
-
-
-def _unpack(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    ((kind, content),) = tree.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "dict":
-        return {key: _unpack(item, tensors) for key, item in content}
-    if kind in ("list", "tuple"):
-        items = [_unpack(item, tensors) for item in content]
-        return items if kind == "list" else tuple(items)
-    return content

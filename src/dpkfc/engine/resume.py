@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.accounting.unchecked import NOT_CHECKED
 from dpkfc.engine import guards, lineage
@@ -24,9 +26,13 @@ from dpkfc.errors import PrivacyError
 from dpkfc.geometry.base import Geometry
 from dpkfc.planning.plan import Plan
 from dpkfc.random import is_key
+from dpkfc.sharding import buffers_by_parameter, flat_buffers
 
 if TYPE_CHECKING:
     from dpkfc.engine.run import PrivateRun
+
+# what the state of a stream says of the positions that this rank owns
+POSITIONS = ("ranges", "size")
 
 
 def state_of(run: PrivateRun) -> dict[str, Any]:
@@ -42,7 +48,7 @@ def state_of(run: PrivateRun) -> dict[str, Any]:
         "salt": run._salt.hex(),
         "not_private": vars(run.not_private).copy(),
         "geometry": run.geometry.state_dict(),
-        "noise": run._noise.state_dict(),
+        "noise": _noise_state(run),
     }
 
 
@@ -71,7 +77,7 @@ def continue_run(run: PrivateRun, state: dict[str, Any], plan: Plan, fresh: bool
         lost, fresh = charged - step, True
     _load_geometry(run.geometry, state["geometry"])
     # after lost steps the stream restarts at the next step
-    run._noise.load_state_dict(state["noise"])
+    run._noise.load_state_dict(_own_noise_state(run, state["noise"]))
     run.plan = plan
     run.steps, run._lost_steps, run.run_id = step, lost, run_id
     key = bytes.fromhex(state["key"])
@@ -81,7 +87,9 @@ def continue_run(run: PrivateRun, state: dict[str, Any], plan: Plan, fresh: bool
     lineage.own(run_id, run._handle_id, run.charged)
     run._expected_weights, run._checkpoints = state["weights"], []
     run._check_due = run._check_due or bool(run._secret_steps)
-    run.not_private = type(run.not_private)(**state["not_private"])
+    # the counts of all ranks together, continued by the first
+    counts = state["not_private"] if run._ranks.first else {}
+    run.not_private = type(run.not_private)(**counts)
     run._drop_batch()
 
 
@@ -108,8 +116,45 @@ def check_state(run: PrivateRun, state: dict[str, Any]) -> Plan:
             "which it would forget. Call detach() and make_private again, and load the checkpoint "
             "into that run"
         )
-    run._noise.check_state(state["noise"])
+    run._noise.check_state(_own_noise_state(run, state["noise"]))
     return plan
+
+
+def _noise_state(run: PrivateRun) -> dict[str, Any]:
+    """The state of the stream in a form that any number of ranks can continue.
+
+    Buffers are divided by parameters, and the positions that this rank owns are left out.
+    """
+    state = {k: v for k, v in run._noise.state_dict().items() if k not in POSITIONS}
+    state["size"] = sum(p.numel() for p in run._trainable().values())
+    if "past" in state:
+        state["past"] = buffers_by_parameter(state["past"], run._trainable())
+    return state
+
+
+def _own_noise_state(run: PrivateRun, state: dict[str, Any]) -> dict[str, Any]:
+    """The state for the positions that this rank owns."""
+    own, trainable = run._noise.state_dict(), run._trainable()
+    size = sum(p.numel() for p in trainable.values())
+    if set(own) - {"next"} and state.get("size") != size:
+        raise PrivacyError(
+            f"the checkpoint has noise for {state.get('size')} numbers, the run needs {size}: load "
+            "it into the model that it was saved from"
+        )
+    state = {**state, **{name: own[name] for name in POSITIONS if name in own}}
+    if "past" not in own:
+        return state
+    past = state.get("past")
+    shapes = {name: (len(own["past"]), *p.shape) for name, p in trainable.items()}
+    given = {}
+    if isinstance(past, dict) and all(isinstance(each, Tensor) for each in past.values()):
+        given = {name: tuple(each.shape) for name, each in past.items()}
+    if not isinstance(past, dict) or given != shapes:
+        raise PrivacyError(
+            "the checkpoint has noise buffers of other shapes than the run needs: the set of "
+            "trainable parameters or the noise has changed, or the checkpoint is damaged"
+        )
+    return {**state, "past": flat_buffers(past, trainable)}
 
 
 def _check_values(state: Any, steps: int) -> None:
