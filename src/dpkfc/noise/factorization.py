@@ -43,7 +43,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -57,8 +57,10 @@ from dpkfc.noise.sensitivity import (
     toeplitz_sensitivity,
 )
 from dpkfc.noise.series import Array, filtered, lower_toeplitz, quotient
-from dpkfc.noise.stream import RecurrentStream, RegeneratedStream, RingBufferStream, Stream
 from dpkfc.noise.workload import Workload
+
+if TYPE_CHECKING:
+    from dpkfc.noise.stream import Stream  # needs torch, which a plan does not
 
 # A banded C⁻¹ with at most so many bands recomputes past normals from their keys, without buffers.
 MAX_REGENERATED_BANDS = 4
@@ -196,6 +198,8 @@ class ToeplitzStrategy:
         return float((squares / n) ** 0.5)
 
     def stream(self, size: int) -> Stream:
+        from dpkfc.noise.stream import RingBufferStream
+
         lags = np.array(self.c[1:]) / -self.c[0]
         return RingBufferStream(
             size, self.buffers, lambda t: (1 / self.c[0], lags), self.scale, keeps="outputs"
@@ -258,6 +262,8 @@ class InverseToeplitzStrategy(_RationalToeplitz):
         return 0 if len(self.d) <= MAX_REGENERATED_BANDS else len(self.d) - 1
 
     def stream(self, size: int) -> Stream:
+        from dpkfc.noise.stream import RegeneratedStream, RingBufferStream
+
         if len(self.d) <= MAX_REGENERATED_BANDS:
             return RegeneratedStream(size, np.array(self.d))
         lags = np.array(self.d[1:])
@@ -298,6 +304,8 @@ class BufferedStrategy(_RationalToeplitz):
         return p, q
 
     def stream(self, size: int) -> Stream:
+        from dpkfc.noise.stream import RecurrentStream
+
         return RecurrentStream(size, np.array(self.weights), np.array(self.poles))
 
 
@@ -346,6 +354,8 @@ class BandedStrategy:
         return _rms(solve_triangular(strategy, workload.materialize(n).T, lower=True, trans="T"))
 
     def stream(self, size: int) -> Stream:
+        from dpkfc.noise.stream import RingBufferStream
+
         def row(t: int) -> tuple[float, Array]:
             _check_planned(self.steps, t + 1)
             lags = np.zeros(self.bands - 1)
