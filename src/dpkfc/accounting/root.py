@@ -12,7 +12,8 @@ LONGEST_STEP = math.log(2)
 # Until there are two points, the slope of log ε over log σ that a step assumes.
 USUAL_SLOPE = -1.5
 
-# After so many evaluations every other step bisects, whatever the secant says.
+# After so many evaluations the secant is not trusted any more: steps are long until the root is
+# enclosed, and then every other step bisects.
 PATIENCE = 6
 
 
@@ -70,6 +71,7 @@ def root_from_above(
     x = min(max(start, least), largest)
     before: tuple[float, float] | None = None
     evaluations = 0
+    value_at_high = -math.inf
     while True:
         value = function(x)
         evaluations += 1
@@ -77,19 +79,22 @@ def root_from_above(
             secant = (value - before[1]) / (x - before[0])
             slope = secant if secant < 0 else slope
         if value <= 0:
-            high = x
+            high, value_at_high = x, value
             is_close = slope is not None and value >= slope * tolerance
-            if is_close or high - low <= tolerance or x <= least:
-                return Root(x, value, slope)
+            if is_close or x <= least:
+                return Root(high, value_at_high, slope)
         elif x >= largest:
             raise ValueError(f"the function is positive up to {largest:g}")
         else:  # also for a value that is not a number
             low = x
+        if high - low <= tolerance:
+            return Root(high, value_at_high, slope)
         before = (x, value)
         step = -value / (slope or USUAL_SLOPE) + tolerance / 2
-        if not abs(step) <= LONGEST_STEP:
-            step = math.copysign(LONGEST_STEP, value)
+        is_late = evaluations >= PATIENCE
+        is_enclosed = math.isfinite(high - low)
+        if not abs(step) <= LONGEST_STEP or (is_late and not is_enclosed):
+            step = LONGEST_STEP if math.isinf(high) else -LONGEST_STEP
         x = min(max(x + step, least), largest)
-        is_late = evaluations >= PATIENCE and evaluations % 2 == 0
-        if not low < x < high or (is_late and math.isfinite(high - low)):
+        if is_enclosed and (not low < x < high or (is_late and evaluations % 2 == 0)):
             x = (low + high) / 2
