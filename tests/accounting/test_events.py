@@ -115,9 +115,7 @@ def test_what_cannot_be_accounted_is_refused(fields: dict[str, object], message:
         (Mechanism(0.1, 2.0, 9, best_of=BestOf(3)), Mechanism(0.1, 2.0, 9, best_of=BestOf(3))),
     ],
 )
-def test_the_reduced_mechanism_has_the_same_event(
-    mechanism: Mechanism, reduced: Mechanism
-) -> None:
+def test_the_reduced_mechanism_has_the_same_event(mechanism: Mechanism, reduced: Mechanism) -> None:
     """Epsilons are cached by it: runs that share it must cost the same."""
     assert mechanism.reduced() == reduced == reduced.reduced()
     assert mechanism.event() == reduced.event()

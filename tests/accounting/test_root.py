@@ -74,9 +74,7 @@ def test_nothing_is_wasted_if_no_slope_is_claimed(shape: str, root: float, start
 
 def test_a_good_start_with_its_slope_takes_one_evaluation() -> None:
     function = Counted(lambda x: 2.0 * (3.0 - x))
-    found = root_from_above(
-        function, 3.0 + TOLERANCE / 2, TOLERANCE, bounds=BOUNDS, slope=-2.0
-    )
+    found = root_from_above(function, 3.0 + TOLERANCE / 2, TOLERANCE, bounds=BOUNDS, slope=-2.0)
     assert len(function.values) == 1 and found.x == 3.0 + TOLERANCE / 2
 
 
