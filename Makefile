@@ -25,11 +25,12 @@ lint: $(VENV)/.lint
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports
 
-bench: $(VENV)/.bench  ## step time and memory beside ordinary training and Opacus; how time grows with size; noise
+bench: $(VENV)/.bench  ## step time and memory beside ordinary training and Opacus; how time grows with size; noise; plans
 	mkdir -p benchmarks/results
 	$(RUN) -m benchmarks.speed --json benchmarks/results/speed.json --plot benchmarks/results/speed.png
 	$(RUN) -m benchmarks.growth --json benchmarks/results/growth.json --plot benchmarks/results/growth.png
 	$(RUN) -m benchmarks.noise
+	$(RUN) -m benchmarks.planning
 
 docs: $(VENV)/.docs  ## the documentation as pages, in site/
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict

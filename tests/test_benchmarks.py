@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 sys.path.insert(0, str(ROOT))  # the benchmarks are not installed
 
-from benchmarks import growth, speed  # noqa: E402
+from benchmarks import growth, planning, speed  # noqa: E402
 from benchmarks.workloads import WORKLOADS  # noqa: E402
 
 
@@ -141,6 +141,38 @@ def test_growth_has_a_ratio_for_every_size(tmp_path: Path) -> None:
                     figures["seconds"] / arms["sgd"]["seconds"]
                 )
             assert "refresh_in_steps" in arms["dpkfc_kfc"]
+
+
+def test_planning_has_the_time_of_each_arm_and_its_ratio(tmp_path: Path) -> None:
+    file = tmp_path / "planning.json"
+    options = ["--quick", "--json", str(file), "--before", str(ROOT)]
+    done = bench(*options, module="planning")
+    assert done.returncode == 0, done.stderr
+    saved = json.loads(file.read_text())
+    assert set(saved) == {"arms", "phases"}
+    assert list(saved["arms"]) == list(planning.QUICK)
+    for figures in saved["arms"].values():
+        assert set(figures) == {"now", "before", "ratio"}
+        for key, ratio in figures["ratio"].items():
+            assert ratio == pytest.approx(figures["now"][key] / figures["before"][key])
+    assert "calibration of the contenders" in saved["phases"]
+    assert min(saved["phases"].values()) > 0
+
+
+def test_planning_measures_the_package_of_each_checkout(tmp_path: Path) -> None:
+    other = tmp_path / "src" / "dpkfc"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("raise SystemExit('the other checkout')")
+    with pytest.raises(SystemExit, match="the other checkout"):
+        planning.seconds_of(("-c", "import dpkfc"), tmp_path)
+    figures = planning.seconds_of(("-c", "import dpkfc"), ROOT)
+    assert set(figures) == {"seconds", "processor_seconds"} and min(figures.values()) > 0
+
+
+def test_planning_refuses_a_folder_without_the_package(tmp_path: Path) -> None:
+    done = bench("--before", str(tmp_path), module="planning")
+    assert done.returncode == 2
+    assert "there is no src/dpkfc in it" in done.stderr
 
 
 def test_settings_describe_the_run(result: dict[str, Any]) -> None:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Callable
+from typing import Any
 
 import dp_accounting as dp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpkfc.accounting.calibrate import calibrate_noise, epsilon_spent
+from dpkfc.accounting import calibrate
+from dpkfc.accounting.calibrate import calibrate_noise, epsilon_spent, estimate_noise
 from dpkfc.accounting.events import Mechanism
+from dpkfc.accounting.root import Root
+from dpkfc.accounting.selection import BestOf
 from dpkfc.errors import PrivacyError
 
 RECORDS = 60_000
@@ -230,3 +235,118 @@ def test_a_target_that_no_noise_reaches_is_refused() -> None:
 def test_far_targets_are_kept(epsilon: float) -> None:
     noise = calibrate_noise(lambda sigma: Mechanism(0.05, sigma, 20), epsilon, 1e-5)
     assert 0.97 * epsilon < epsilon_spent([Mechanism(0.05, noise, 20)], 1e-5) <= epsilon
+
+
+SIXTY_THOUSAND = 256 / RECORDS
+# Mechanism at noise 1, epsilon, delta, accountant, and the multiplier that a search on the fine
+# grid alone found (brentq, to 1e-5).
+GOLDEN = [
+    (Mechanism(SIXTY_THOUSAND, 1, 1172), 1.0, 1e-5, "pld", 0.9037163494920905),
+    (Mechanism(2 * SIXTY_THOUSAND, 1, 1172, cycle=2), 1.0, 1e-5, "pld", 1.0903656601766496),
+    (Mechanism(4 * SIXTY_THOUSAND, 1, 1172, cycle=4), 1.0, 1e-5, "pld", 1.380157666815813),
+    (Mechanism(8 * SIXTY_THOUSAND, 1, 1172, cycle=8), 1.0, 1e-5, "pld", 1.8199495020433758),
+    (Mechanism(16 * SIXTY_THOUSAND, 1, 1172, cycle=16), 1.0, 1e-5, "pld", 2.4710564845175207),
+    (
+        Mechanism(1.0, 1, 1172, cycle=234, growth=(0.4, 0.6, 0.8, 0.9, 0.95, 1.0)),
+        1.0,
+        1e-5,
+        "pld",
+        3.730633452796193,
+    ),
+    (Mechanism(1.0, 1, 50), 3.0, 1e-6, "pld", 10.91675606534731),
+    (Mechanism(SIXTY_THOUSAND, 1, 1172), 8.0, 1e-5, "pld", 0.4902416688116544),
+    (Mechanism(16 * SIXTY_THOUSAND, 1, 1172, cycle=16), 8.0, 1e-5, "pld", 0.7410881735930002),
+    (Mechanism(0.005, 1, 1000), 0.3, 1e-6, "pld", 2.228755152693402),
+    (Mechanism(0.01, 1, 20_000), 3.0, 1e-7, "pld", 2.4998292366732233),
+    (Mechanism(0.5, 1, 40, cycle=2), 2.0, 1e-5, "pld", 4.668816447576671),
+    (Mechanism(0.05, 1, 20), 0.05, 1e-5, "pld", 13.237685201829205),
+    (Mechanism(0.05, 1, 20), 60.0, 1e-5, "pld", 0.23095256687625756),
+    (Mechanism(0.1, 1, 1), 1.0, 1e-5, "pld", 1.2589130693900945),
+    (Mechanism(0.02, 1, 2500), 15.0, 1e-6, "pld", 0.7212930182652255),
+    (Mechanism(SIXTY_THOUSAND, 1, 1172), 1.0, 1e-5, "rdp", 1.0649067231396887),
+    (Mechanism(0.1, 1, 300, cycle=4), 8.0, 1e-5, "rdp", 0.93094828326748),
+    (Mechanism(0.01, 1, 1000, best_of=BestOf(10)), 2.0, 1e-5, "rdp", 1.5756357613628647),
+    (
+        Mechanism(0.01, 1, 1000, best_of=BestOf(5, "poisson", 20.0)),
+        4.0,
+        1e-5,
+        "rdp",
+        0.9138421862314655,
+    ),
+]
+
+
+def with_noise(mechanism: Mechanism) -> Callable[[float], Mechanism]:
+    return lambda sigma: dataclasses.replace(mechanism, noise_multiplier=sigma)
+
+
+@pytest.mark.parametrize(("mechanism", "epsilon", "delta", "accountant", "noise"), GOLDEN)
+def test_calibrated_noise_is_that_of_a_search_on_the_fine_grid_alone(
+    mechanism: Mechanism, epsilon: float, delta: float, accountant: Any, noise: float
+) -> None:
+    found = calibrate_noise(with_noise(mechanism), epsilon, delta, accountant)
+    assert found == pytest.approx(noise, rel=2e-5)  # both searches stop within 1e-5
+    estimate = estimate_noise(with_noise(mechanism), epsilon, delta, accountant)
+    assert estimate == pytest.approx(noise, rel=2e-3)
+
+
+def epsilon_on_the_fine_grid(mechanism: Mechanism, epsilon: float, delta: float) -> float:
+    """By dp-accounting alone, on the grid that belongs to the target `epsilon`."""
+    interval = 1e-4 * min(max(epsilon, 0.1), 10.0)
+    accountant = dp.pld.PLDAccountant(value_discretization_interval=interval)
+    return float(accountant.compose(mechanism.event()).get_epsilon(delta))
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "epsilon", "delta"), [case[:3] for case in GOLDEN if case[3] == "pld"]
+)
+def test_dp_accounting_confirms_the_target_and_that_less_noise_misses_it(
+    mechanism: Mechanism, epsilon: float, delta: float
+) -> None:
+    sigma = calibrate_noise(with_noise(mechanism), epsilon, delta)
+    at = with_noise(mechanism)
+    assert epsilon_on_the_fine_grid(at(sigma), epsilon, delta) <= epsilon
+    assert epsilon_on_the_fine_grid(at(sigma * (1 - 2e-5)), epsilon, delta) > epsilon
+
+
+@pytest.mark.parametrize("error", [-1.0, -1e-3, 1e-3, 1.0])
+@pytest.mark.parametrize("slope", [-100.0, -0.1, None])
+def test_a_wrong_estimate_costs_time_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, error: float, slope: float | None
+) -> None:
+    """The estimate is not a bound: what is returned was computed on the fine grid."""
+    mechanism, epsilon, delta, _, noise = GOLDEN[4]
+    wrong = Root(math.log(noise) + error, 0.0, slope)
+    monkeypatch.setattr(calibrate._Search, "estimate", lambda self, tolerance: wrong)
+    sigma = calibrate_noise(with_noise(mechanism), epsilon, delta)
+    spent = epsilon_on_the_fine_grid(with_noise(mechanism)(sigma), epsilon, delta)
+    assert spent <= epsilon
+    if slope != -100.0:  # which claims that any epsilon is close to the target
+        assert sigma == pytest.approx(noise, rel=1.2e-4)
+
+
+def test_calibration_needs_few_evaluations_on_the_fine_grid(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    evaluated = []
+    fine = calibrate._Search.on_fine_grid
+
+    def counted(self: Any, x: float) -> float:
+        evaluated.append(x)
+        return fine(self, x)
+
+    monkeypatch.setattr(calibrate._Search, "on_fine_grid", counted)
+    cases = [case for case in GOLDEN if case[3] == "pld"]
+    for mechanism, epsilon, delta, _, _ in cases:
+        calibrate_noise(with_noise(mechanism), epsilon, delta)
+    assert len(evaluated) <= 2 * len(cases)
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(1e-3, 1e-12), (500.0, 1e-5), (1.0, 0.9)])
+def test_unusual_targets_are_kept(epsilon: float, delta: float) -> None:
+    sigma = calibrate_noise(lambda noise: Mechanism(1.0, noise, 1), epsilon, delta)
+    assert epsilon_on_the_fine_grid(Mechanism(1.0, sigma, 1), epsilon, delta) <= epsilon
+
+
+def test_a_run_that_reads_no_record_needs_no_noise() -> None:
+    assert calibrate_noise(lambda sigma: Mechanism(0.0, sigma, 10), 1.0, 1e-5) <= 0.011

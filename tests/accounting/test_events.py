@@ -12,6 +12,7 @@ from scipy.stats import norm
 
 from dpkfc.accounting.calibrate import calibrate_noise, epsilon_spent
 from dpkfc.accounting.events import Mechanism
+from dpkfc.accounting.selection import BestOf
 
 GROWING = (0.5, 0.8, 1.0)
 
@@ -100,3 +101,36 @@ def test_what_cannot_be_accounted_is_refused(fields: dict[str, object], message:
     with pytest.raises(ValueError, match=message):
         # type: ignore[arg-type]
         Mechanism(**({"sampling_rate": 0.1, "noise_multiplier": 1.0, "steps": 30} | fields))
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "reduced"),
+    [
+        (Mechanism(0.1, 1.2, 30, cycle=7), Mechanism(0.1, 1.2, 5)),
+        (Mechanism(1.0, 3.0, 18, cycle=2), Mechanism(1.0, 1.0, 1)),
+        (Mechanism(1.0, 2.0, 20, True, 10, GROWING), Mechanism(1.0, 2.5, 1)),
+        (Mechanism(1.0, 2.0, 30, False, 10, GROWING), Mechanism(1.0, 2.0, 1, False)),
+        (Mechanism(1.0, 2.0, 0, True, 10, GROWING), Mechanism(1.0, 2.0, 0)),
+        (Mechanism(1.0, 2.0, 0), Mechanism(1.0, 2.0, 0)),
+        (Mechanism(0.1, 2.0, 9, best_of=BestOf(3)), Mechanism(0.1, 2.0, 9, best_of=BestOf(3))),
+    ],
+)
+def test_the_reduced_mechanism_has_the_same_event(mechanism: Mechanism, reduced: Mechanism) -> None:
+    """Epsilons are cached by it: runs that share it must cost the same."""
+    assert mechanism.reduced() == reduced == reduced.reduced()
+    assert mechanism.event() == reduced.event()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Mechanism(0.1, 1.2, 31),
+        Mechanism(0.1, 1.3, 30),
+        Mechanism(0.2, 1.2, 30),
+        Mechanism(0.1, 1.2, 30, cycle=2),
+        Mechanism(0.1, 1.2, 30, public_geometry=False),
+        Mechanism(0.1, 1.2, 30, best_of=BestOf(2)),
+    ],
+)
+def test_mechanisms_with_other_events_are_not_reduced_to_the_same(other: Mechanism) -> None:
+    assert other.reduced() != Mechanism(0.1, 1.2, 30).reduced()

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 import dpkfc
 from dpkfc.noise.sensitivity import Participation
-from dpkfc.planning.choose_noise import WORTH_IT, best, evaluate, noise_candidates
+from dpkfc.planning.choose_noise import (
+    CLOSE,
+    ESTIMATE_ERROR,
+    WORTH_IT,
+    Candidate,
+    best,
+    compare,
+    contenders,
+    evaluate,
+    noise_candidates,
+)
+from dpkfc.planning.plan import Plan
 
 RUN: dict[str, Any] = {
     "records": 20_000,
@@ -73,6 +88,111 @@ def test_candidates_fit(max_buffers: int, turns: int) -> None:
         matrix = noise.factorize(MOMENTUM, 500, turns)
         assert matrix.buffers <= max_buffers
         assert matrix.bands is None or matrix.bands <= turns
+
+
+# records, batch size, steps, epsilon, momentum, buffers, and what is best after calibrating all.
+CHOICES = [
+    (60_000, 256, 1172, 1.0, 0.9, 16, "optimised Toeplitz, 16 bands"),
+    (60_000, 256, 1172, 8.0, 0.0, 2, "buffered Toeplitz, 2 buffers"),
+    (60_000, 256, 1172, 3.0, 0.9, 0, "anticorrelated, λ = 0.9876"),
+    (4000, 400, 200, 1.0, 0.0, 16, "independent Gaussian"),
+    (2000, 100, 60, 4.0, 0.9, 6, "anticorrelated, λ = 0.9194"),
+    (20_000, 100, 1000, 8.0, 0.9, 300, "optimised Toeplitz, 200 bands"),
+    (50_000, 1000, 500, 2.0, 0.5, 8, "optimised Toeplitz, 4 bands"),
+    (10_000, 50, 2000, 0.5, 0.9, 4, "optimised Toeplitz, 4 bands"),
+    (1000, 600, 40, 2.0, 0.9, 16, "independent Gaussian"),
+    (5000, 50, 300, 3.0, 0.95, 32, "optimised Toeplitz, 32 bands"),
+]
+
+
+@pytest.mark.parametrize(
+    ("records", "batch", "steps", "epsilon", "momentum", "buffers", "name"), CHOICES
+)
+def test_the_choice_is_that_of_calibrating_every_candidate(
+    records: int,
+    batch: int,
+    steps: int,
+    epsilon: float,
+    momentum: float,
+    buffers: int,
+    name: str,
+) -> None:
+    run = RUN | {"records": records, "batch_size": batch, "steps": steps, "epsilon": epsilon}
+    workload = dpkfc.noise.Workload.sgd(momentum=momentum)
+    kinds = noise_candidates(buffers, records // batch)
+    found = compare(kinds, workload, **run)
+    chosen = best(found)
+    assert chosen.factorization.name == name
+    assert chosen.plan.target_epsilon == epsilon and chosen.plan.epsilon() <= epsilon
+    assert chosen.plan == Plan.make(**run, noise=chosen.factorization)
+    assert [candidate.noise for candidate in found] == kinds
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 1.0, 2.0, 8.0])
+def test_estimates_are_those_of_calibration_and_claim_no_target(epsilon: float) -> None:
+    run = RUN | {"epsilon": epsilon, "records": 2000, "steps": 60}
+    kinds = noise_candidates(6, 20)
+    found = compare(kinds, MOMENTUM, **run)
+    every = [evaluate(kind, MOMENTUM, **run) for kind in kinds]
+    assert best(found).factorization == best(every).factorization
+    for candidate, exact in zip(found, every, strict=True):
+        assert candidate.rmse == pytest.approx(exact.rmse, rel=ESTIMATE_ERROR / 2)
+        assert candidate.plan.noise_sensitivity == exact.plan.noise_sensitivity
+        if candidate.plan.target_epsilon is None:
+            assert "target" not in dict(candidate.plan.statement())["epsilon"]
+        else:
+            assert candidate.plan == exact.plan
+
+
+@pytest.mark.parametrize("factor", [0.9, 0.99, 1.01, 1.1])
+def test_if_estimates_are_wrong_every_candidate_is_calibrated(
+    monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    estimated = Plan.estimated
+
+    def wrong(self: Plan, epsilon: float) -> Plan:
+        plan = estimated(self, epsilon)
+        error = factor if plan.sampling == "min-separated" else 1.0
+        return dataclasses.replace(plan, noise_multiplier=error * plan.noise_multiplier)
+
+    run = RUN | {"epsilon": 4.0, "records": 2000, "steps": 60}
+    kinds = noise_candidates(6, 20)
+    expected = best(compare(kinds, MOMENTUM, **run))
+    assert expected.plan.sampling == "min-separated"
+    monkeypatch.setattr(Plan, "estimated", wrong)
+    found = compare(kinds, MOMENTUM, **run)
+    assert best(found).plan.target_epsilon == 4.0
+    if factor < 1.02:  # still contenders, so the error is noticed
+        assert best(found).factorization == expected.factorization
+        assert all(candidate.plan.target_epsilon == 4.0 for candidate in found)
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(
+    errors=st.lists(
+        st.tuples(st.floats(0.9, 1.1), st.floats(-ESTIMATE_ERROR, ESTIMATE_ERROR)), min_size=1
+    ),
+    buffers=st.randoms(use_true_random=False),
+)
+def test_whatever_the_errors_of_estimates_the_best_is_a_contender(
+    errors: list[tuple[float, float]], buffers: Any
+) -> None:
+    possible = contenders([true * (1 + wrong) for true, wrong in errors])
+    # `best` sees the calibrated error of contenders, and the estimate of the others.
+    seen = [true if i in possible else true * (1 + wrong) for i, (true, wrong) in enumerate(errors)]
+    sizes = [buffers.randrange(3) for _ in errors]
+
+    def choice(values: list[float]) -> int:
+        candidates = [
+            Candidate(None, SimpleNamespace(buffers=size), None, value)  # type: ignore[arg-type]
+            for size, value in zip(sizes, values, strict=True)
+        ]
+        chosen = best(candidates)
+        return next(i for i, candidate in enumerate(candidates) if candidate is chosen)
+
+    assert choice(seen) == choice([true for true, _ in errors])
+    assert choice(seen) in possible
+    assert (1 + ESTIMATE_ERROR) ** 2 < CLOSE
 
 
 def run_with(noise: Any, **settings: Any) -> dpkfc.PrivateRun:

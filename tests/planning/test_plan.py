@@ -175,3 +175,25 @@ def test_a_plan_can_be_read_again(
         groups=10 if growth else 1,
     )
     assert dpkfc.Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_an_estimated_plan_has_about_the_noise_and_claims_no_target() -> None:
+    plan = dpkfc.Plan.make(**GOOD)
+    estimated = plan.estimated(2.0)
+    assert estimated.target_epsilon is None
+    assert estimated.noise_multiplier == pytest.approx(plan.noise_multiplier, rel=2e-3)
+    assert estimated.calibrated(2.0) == plan == plan.calibrated(2.0)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_plan_is_not_calibrated_for_an_impossible_target(epsilon: float) -> None:
+    plan = dpkfc.Plan.make(**{**GOOD, "epsilon": None, "noise_multiplier": 1.0})
+    for calibrate in (plan.calibrated, plan.estimated):
+        with pytest.raises(ValueError, match="epsilon"):
+            calibrate(epsilon)
+
+
+def test_a_geometry_from_private_records_does_not_change_the_noise() -> None:
+    plan = dpkfc.Plan.make(**GOOD, public_geometry=False)
+    assert plan.noise_multiplier == dpkfc.Plan.make(**GOOD).noise_multiplier
+    assert plan.epsilon() == float("inf")

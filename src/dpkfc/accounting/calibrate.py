@@ -17,10 +17,12 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from dpkfc.accounting.events import Mechanism
+from dpkfc.accounting.root import Root, root_from_above
 
 Accountant = Literal["pld", "rdp"]
 
@@ -30,6 +32,15 @@ MORE_ORDERS = (72, 80, 88, 96, 112, 144, 160, 192, 224, 320, 384, 448, 640, 768)
 
 # Discretisation of the privacy loss, relative to epsilon. Any value gives an upper bound.
 RESOLUTION = 1e-4
+
+# Spacing of the grid on which noise is estimated, relative to the grid on which it is calibrated.
+COARSE = 20
+
+# The usual slope of log ε over log μ, for μ of Gaussian differential privacy.
+FASTER_THAN_MU = 1.2
+
+# How far above the smallest noise multiplier the calibrated one may lie, relative to it.
+TOLERANCE = 1e-5
 
 SMALLEST_NOISE = 1e-2
 LARGEST_NOISE = 1e6
@@ -80,9 +91,16 @@ def _resolution(epsilon: float) -> float:
     return RESOLUTION * min(max(epsilon, 0.1), 10.0)
 
 
+def _bound(
+    mechanisms: tuple[Mechanism, ...], delta: float, accountant: Accountant, resolution: float
+) -> float:
+    reduced = tuple(mechanism.reduced() for mechanism in mechanisms)
+    return _bound_of_reduced(reduced, delta, accountant, resolution)
+
+
 # Plan, ledger and report of a run compute the same epsilon.
 @lru_cache(maxsize=1024)
-def _bound(
+def _bound_of_reduced(
     mechanisms: tuple[Mechanism, ...], delta: float, accountant: Accountant, resolution: float
 ) -> float:
     import dp_accounting as dp
@@ -132,10 +150,10 @@ def calibrate_noise(
     delta: float,
     accountant: Accountant = "pld",
 ) -> float:
-    """The smallest noise multiplier, to 0.01 %, whose epsilon does not exceed the target.
+    """The smallest noise multiplier, to 0.001 %, whose epsilon does not exceed the target.
 
-    Epsilon falls as the noise grows. A root search on a cheap coarse grid finds the neighbourhood,
-    and a search on a ten times finer grid the value.
+    Epsilon falls as the noise grows. Coarse grids estimate the noise (`estimate_noise`), and a
+    search on a fine grid, which mostly ends after one or two evaluations, finds the value.
 
     Args:
         mechanism: maps a noise multiplier to the mechanism.
@@ -145,45 +163,126 @@ def calibrate_noise(
     Raises:
         ValueError: no noise multiplier below `LARGEST_NOISE` reaches the target.
 
-    **Guarantee.** Every grid is pessimistic, and the epsilon at the returned multiplier is computed
-    once more: it is at most the target.
+    **Guarantee.** The epsilon at the returned multiplier was computed on the fine grid, which is
+    pessimistic, and is at most the target. The estimate has no part in this.
 
     >>> noise = calibrate_noise(lambda sigma: Mechanism(0.01, sigma, 1000), epsilon=2.0, delta=1e-5)
     >>> round(noise, 3)
     0.959
     """
-    from scipy.optimize import brentq
+    search = _Search.of(mechanism, epsilon, delta, accountant)
+    estimate = search.estimate(tolerance=3e-4)
+    start = estimate.extrapolated + TOLERANCE / 2
+    return math.exp(search.root(search.on_fine_grid, start, TOLERANCE, estimate.slope).x)
 
-    if not (epsilon > 0 and math.isfinite(epsilon)):
-        raise ValueError(
-            f"epsilon={epsilon}: must be positive and finite; for a non-private run pass "
-            "noise_multiplier=0"
-        )
-    epsilon_spent([], delta, accountant)  # checks the arguments
-    accountant = _applicable([mechanism(1.0)], accountant)
-    fine = _resolution(epsilon)
-    coarse = fine if accountant == "rdp" else 10 * fine  # RDP has no grid
 
-    def excess(noise: float, resolution: float) -> float:
-        return _bound((mechanism(noise),), delta, accountant, resolution) - epsilon
+def estimate_noise(
+    mechanism: Callable[[float], Mechanism],
+    epsilon: float,
+    delta: float,
+    accountant: Accountant = "pld",
+) -> float:
+    """The value of `calibrate_noise` to about 0.1 %, above or below, in a fifth of the time.
 
-    def root(guess: float, factor: float, resolution: float) -> float:
-        low = high = guess
-        while excess(high, resolution) > 0:
-            low, high = high, high * factor
-            if high > LARGEST_NOISE:
-                raise ValueError(
-                    f"epsilon={epsilon} with delta={delta} is out of reach of any noise multiplier "
-                    f"below {LARGEST_NOISE:g}: raise epsilon or delta, or take fewer steps; with "
-                    "best_of, tune less, or add more noise to the score"
-                )
-        while excess(low, resolution) <= 0:
-            low, high = low / factor, low
-            if low < SMALLEST_NOISE:
-                return low
-        return float(brentq(lambda noise: excess(noise, resolution), low, high, rtol=1e-5))
+    It is for comparisons. What is released needs the noise of `calibrate_noise`.
+    """
+    search = _Search.of(mechanism, epsilon, delta, accountant)
+    return math.exp(search.estimate(tolerance=1e-2).extrapolated)
 
-    noise = root(root(1.0, 2.0, coarse), 1.01, fine)
-    while excess(noise, fine) > 0:
-        noise *= 1 + 1e-5
-    return noise
+
+@dataclass(frozen=True)
+class _Search:
+    """The search for the noise at which a mechanism spends epsilon.
+
+    The variable is log σ, in which log ε is nearly linear.
+    """
+
+    mechanism: Callable[[float], Mechanism]
+    epsilon: float
+    delta: float
+    accountant: Accountant
+
+    @staticmethod
+    def of(
+        mechanism: Callable[[float], Mechanism],
+        epsilon: float,
+        delta: float,
+        accountant: Accountant,
+    ) -> _Search:
+        if not (epsilon > 0 and math.isfinite(epsilon)):
+            raise ValueError(
+                f"epsilon={epsilon}: must be positive and finite; for a non-private run pass "
+                "noise_multiplier=0"
+            )
+        epsilon_spent([], delta, accountant)  # checks the arguments
+        return _Search(mechanism, epsilon, delta, _applicable([mechanism(1.0)], accountant))
+
+    def estimate(self, tolerance: float) -> Root:
+        """The root on an infinitely fine grid, extrapolated from two coarse ones."""
+        guess, slope = self.guess()
+        if self.accountant == "rdp":  # has no grid
+            return self.root(self.on_fine_grid, guess, TOLERANCE)
+        coarse = self.root(self.on_coarse_grid, guess, 2e-3, slope)
+        return self.root(self.without_grid, coarse.x, tolerance, coarse.slope)
+
+    def guess(self) -> tuple[float, float]:
+        """The root and the slope in the limit of many steps, where privacy is Gaussian.
+
+        With sampling rate q, T steps are like one Gaussian mechanism with noise 1/μ,
+        ``μ = q √(T (exp(1/σ²) - 1))`` (Dong et al., "Gaussian differential privacy", 2022).
+        """
+        import dp_accounting as dp
+
+        mu = 1 / dp.get_sigma_gaussian(self.epsilon, self.delta)
+        run = self.mechanism(1.0).reduced()
+        if run.sampling_rate == 1 or run.sampling_rate * run.steps == 0:
+            return -math.log(run.noise_multiplier * mu), -FASTER_THAN_MU
+        ratio = mu / run.sampling_rate
+        odds = ratio * ratio / run.steps  # exp(1/σ²) - 1
+        inverse_variance = min(math.log1p(odds), 1 / SMALLEST_NOISE**2)
+        slope_of_mu = -inverse_variance * (1 + 1 / odds)
+        return -math.log(inverse_variance) / 2, FASTER_THAN_MU * slope_of_mu
+
+    def root(
+        self,
+        spent: Callable[[float], float],
+        start: float,
+        tolerance: float,
+        slope: float | None = None,
+    ) -> Root:
+        """The smallest log σ, to `tolerance`, at which `spent` is at most the target.
+
+        Args:
+            spent: maps log σ to epsilon.
+            start: an estimate of the root.
+            tolerance: in log σ.
+            slope: an estimate of the slope of log ε.
+        """
+
+        def excess(x: float) -> float:
+            epsilon = spent(x)
+            return math.log(epsilon / self.epsilon) if epsilon > 0 else -math.inf
+
+        bounds = (math.log(SMALLEST_NOISE), math.log(LARGEST_NOISE))
+        try:
+            return root_from_above(excess, start, tolerance, bounds=bounds, slope=slope)
+        except ValueError:
+            raise ValueError(
+                f"epsilon={self.epsilon} with delta={self.delta} is out of reach of any noise "
+                f"multiplier below {LARGEST_NOISE:g}: raise epsilon or delta, or take fewer steps; "
+                "with best_of, tune less, or add more noise to the score"
+            ) from None
+
+    def on_fine_grid(self, x: float) -> float:
+        return self._spent(x, _resolution(self.epsilon))
+
+    def on_coarse_grid(self, x: float) -> float:
+        return self._spent(x, COARSE * _resolution(self.epsilon))
+
+    def without_grid(self, x: float) -> float:
+        """Not a bound. The error of epsilon is about proportional to the squared resolution."""
+        coarse = self.on_coarse_grid(x)
+        return coarse - (coarse - self._spent(x, COARSE / 2 * _resolution(self.epsilon))) * 4 / 3
+
+    def _spent(self, x: float, resolution: float) -> float:
+        return _bound((self.mechanism(math.exp(x)),), self.delta, self.accountant, resolution)

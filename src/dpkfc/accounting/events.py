@@ -118,17 +118,36 @@ class Mechanism:
         run = self._event_of_one_run()
         return run if self.best_of is None else self.best_of.event(run)
 
+    def reduced(self) -> Mechanism:
+        """The mechanism of one group and no growth with the same event.
+
+        Runs that differ in cycle and growth often have it in common, so it is what results are
+        cached by.
+
+        >>> Mechanism(sampling_rate=0.04, noise_multiplier=1.0, steps=1000, cycle=4).reduced().steps
+        250
+        """
+        if self.growth:
+            noise = self.noise_multiplier / max(self.growth[: self.rounds], default=1.0)
+            steps = min(self.rounds, 1)
+        elif self.sampling_rate == 1 and self.rounds:
+            # r Gaussian mechanisms compose to one with σ / √r.
+            noise = self.noise_multiplier / math.sqrt(self.rounds)
+            steps = 1
+        else:
+            noise = self.noise_multiplier
+            steps = self.rounds
+        return replace(self, noise_multiplier=noise, steps=steps, cycle=1, growth=())
+
     def _event_of_one_run(self) -> dp.DpEvent:
         import dp_accounting as dp
 
-        if self.growth:
-            return dp.GaussianDpEvent(self.noise_multiplier / max(self.growth[: self.rounds]))
-        if self.sampling_rate == 1:
-            # r Gaussian mechanisms compose to one with σ / √r.
-            return dp.GaussianDpEvent(self.noise_multiplier / math.sqrt(self.rounds))
-        gaussian = dp.GaussianDpEvent(self.noise_multiplier)
+        reduced = self.reduced()
+        gaussian = dp.GaussianDpEvent(reduced.noise_multiplier)
+        if reduced.sampling_rate == 1:
+            return gaussian
         return dp.SelfComposedDpEvent(
-            dp.PoissonSampledDpEvent(self.sampling_rate, gaussian), self.rounds
+            dp.PoissonSampledDpEvent(reduced.sampling_rate, gaussian), reduced.steps
         )
 
     def to_json(self) -> dict[str, Any]:

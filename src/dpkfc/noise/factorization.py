@@ -44,10 +44,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
 
 from dpkfc.errors import PrivacyError
 from dpkfc.noise.sensitivity import (
@@ -59,8 +58,12 @@ from dpkfc.noise.sensitivity import (
     toeplitz_sensitivity,
 )
 from dpkfc.noise.series import Array, filtered, lower_toeplitz, quotient
-from dpkfc.noise.stream import RecurrentStream, RegeneratedStream, RingBufferStream, Stream
 from dpkfc.noise.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+
+    from dpkfc.noise.stream import Stream  # needs torch, which a plan does not
 
 # A banded C⁻¹ with at most so many bands recomputes past normals from their keys, without buffers.
 MAX_REGENERATED_BANDS = 4
@@ -205,6 +208,8 @@ class ToeplitzStrategy:
         return float((squares / n) ** 0.5)
 
     def stream(self, ranges: Sequence[range], device: torch.device) -> Stream:
+        from dpkfc.noise.stream import RingBufferStream
+
         lags = np.array(self.c[1:]) / -self.c[0]
         return RingBufferStream(
             ranges,
@@ -272,6 +277,8 @@ class InverseToeplitzStrategy(_RationalToeplitz):
         return 0 if len(self.d) <= MAX_REGENERATED_BANDS else len(self.d) - 1
 
     def stream(self, ranges: Sequence[range], device: torch.device) -> Stream:
+        from dpkfc.noise.stream import RegeneratedStream, RingBufferStream
+
         if len(self.d) <= MAX_REGENERATED_BANDS:
             return RegeneratedStream(ranges, device, np.array(self.d))
         lags = np.array(self.d[1:])
@@ -317,6 +324,8 @@ class BufferedStrategy(_RationalToeplitz):
         return p, q
 
     def stream(self, ranges: Sequence[range], device: torch.device) -> Stream:
+        from dpkfc.noise.stream import RecurrentStream
+
         return RecurrentStream(ranges, device, np.array(self.weights), np.array(self.poles))
 
 
@@ -365,6 +374,8 @@ class BandedStrategy:
         return _rms(solve_triangular(strategy, workload.materialize(n).T, lower=True, trans="T"))
 
     def stream(self, ranges: Sequence[range], device: torch.device) -> Stream:
+        from dpkfc.noise.stream import RingBufferStream
+
         def row(t: int) -> tuple[float, Array]:
             _check_planned(self.steps, t + 1)
             lags = np.zeros(self.bands - 1)

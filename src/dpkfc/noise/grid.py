@@ -51,8 +51,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FRACTION = 2.0**-6  # upper bound of the spacing, relative to the noise of one step
 DIAGONAL = 2.0  # upper bound of the diagonal entries of every strategy matrix (tested for all)

@@ -10,14 +10,15 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch.optim import Optimizer
 
 from dpkfc.noise.sensitivity import MAX_DENSE_STEPS
 from dpkfc.noise.series import Array, lower_toeplitz, quotient
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 Schedule = Sequence[float] | Callable[[int], float]
 TRIAL_STEPS = 48  # steps in which the optimizer is compared with its formula
@@ -224,6 +225,7 @@ def impulse_response(optimizer: Optimizer, group: dict[str, Any], steps: int) ->
     A copy of the optimizer drives a parameter of its own. A step without a gradient comes first,
     because torch's `dampening` treats the first step differently.
     """
+    import torch
 
     accepted = inspect.signature(type(optimizer)).parameters.keys() & optimizer.defaults.keys()
 

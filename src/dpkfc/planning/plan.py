@@ -13,7 +13,12 @@ from functools import cache
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from dpkfc.accounting.calibrate import Accountant, calibrate_noise, epsilon_spent
+from dpkfc.accounting.calibrate import (
+    Accountant,
+    calibrate_noise,
+    epsilon_spent,
+    estimate_noise,
+)
 from dpkfc.accounting.events import Mechanism
 from dpkfc.accounting.selection import BestOf
 from dpkfc.accounting.unchecked import Unchecked
@@ -136,7 +141,6 @@ class Plan(ShownAsTable):
             clip=norm,
             noise_multiplier=1.0 if noise_multiplier is None else float(noise_multiplier),
             delta=delta,
-            target_epsilon=epsilon,
             accountant=accountant,
             geometry=geometry,
             public_geometry=public_geometry,
@@ -148,11 +152,30 @@ class Plan(ShownAsTable):
             growth=growth,
             best_of=best_of,
         )
-        # Creating the mechanism also refuses a noise multiplier that is not a number.
-        mechanism = replace(plan.mechanism, public_geometry=True)
-        if epsilon is None:
-            return plan
-        return replace(plan, noise_multiplier=_calibrated(mechanism, epsilon, delta, accountant))
+        if epsilon is not None:
+            return plan.calibrated(epsilon)
+        _ = plan.mechanism  # refuses a noise multiplier that is not a number
+        return plan
+
+    def calibrated(self, epsilon: float) -> Plan:
+        """This plan with the smallest noise multiplier, to 0.001 %, that keeps `epsilon`.
+
+        **Guarantee.** The accounted epsilon is at most the target (`calibrate_noise`).
+        """
+        noise = _calibrated(self._with_unit_noise(), epsilon, self.delta, self.accountant)
+        return replace(self, noise_multiplier=noise, target_epsilon=epsilon)
+
+    def estimated(self, epsilon: float) -> Plan:
+        """This plan with about the noise multiplier of `calibrated`, for comparisons.
+
+        It spends about `epsilon`, perhaps a little more, so this is not its target.
+        """
+        noise = _estimated(self._with_unit_noise(), epsilon, self.delta, self.accountant)
+        return replace(self, noise_multiplier=noise, target_epsilon=None)
+
+    def _with_unit_noise(self) -> Mechanism:
+        """What is calibrated; a geometry that is not public makes no difference to the noise."""
+        return replace(self.mechanism, noise_multiplier=1.0, public_geometry=True)
 
     @property
     def sampling_rate(self) -> float:
@@ -229,6 +252,13 @@ def _calibrated(
     mechanism: Mechanism, epsilon: float, delta: float, accountant: Accountant
 ) -> float:
     return calibrate_noise(
+        lambda sigma: replace(mechanism, noise_multiplier=sigma), epsilon, delta, accountant
+    )
+
+
+@cache
+def _estimated(mechanism: Mechanism, epsilon: float, delta: float, accountant: Accountant) -> float:
+    return estimate_noise(
         lambda sigma: replace(mechanism, noise_multiplier=sigma), epsilon, delta, accountant
     )
 

@@ -40,7 +40,7 @@ from dpkfc.geometry.kfc import KFC
 from dpkfc.noise.independent import Independent
 from dpkfc.noise.toeplitz import BandedToeplitz
 from dpkfc.noise.workload import Workload
-from dpkfc.planning.choose_noise import Candidate, Noise, best, evaluate, noise_candidates
+from dpkfc.planning.choose_noise import Candidate, Noise, best, compare, noise_candidates
 from dpkfc.planning.plan import batches
 from dpkfc.probes.probe import Probe
 from dpkfc.tables import Column, ShownAsTable, TextTable
@@ -173,7 +173,7 @@ def recipe(
     }
     workload = Workload.sgd(momentum=MOMENTUM)
     kinds = _candidates(records // batch_size) if noise == "auto" else [noise]
-    candidates = [evaluate(kind, workload, **run) for kind in kinds]
+    candidates = compare(kinds, workload, **run)
     chosen = best(candidates)
     units, parameters = count_units_and_parameters(model)
     lr = noise_length * math.sqrt(units / parameters) / chosen.rmse

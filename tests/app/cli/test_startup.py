@@ -55,3 +55,9 @@ def test_a_ledger_is_shown_without_torch(ledger: Path) -> None:
     modules = imported("ledger", ledger)
     assert "torch" not in modules
     assert "sqlite3" in modules, "the ledger was read"
+
+
+def test_a_plan_is_made_without_torch() -> None:
+    modules = imported("plan", 1000, "--batch-size", 100, "--epochs", 2, "--epsilon", 8)
+    assert "torch" not in modules
+    assert "dp_accounting" in modules, "the noise was calibrated"

@@ -60,7 +60,7 @@ def plan(
 
     from dpkfc.app.reports.noise_table import noise_table
     from dpkfc.noise.workload import Workload
-    from dpkfc.planning.choose_noise import best, evaluate, noise_candidates
+    from dpkfc.planning.choose_noise import best, compare, noise_candidates
     from dpkfc.planning.plan import batches
 
     console = Console()
@@ -72,19 +72,16 @@ def plan(
         console=console,
         transient=True,
     )
-    candidates = [
-        evaluate(
-            noise,
-            workload,
-            records=records,
-            batch_size=size,
-            steps=steps,
-            clip=clip,
-            epsilon=epsilon,
-            delta=delta,
-        )
-        for noise in kinds
-    ]
+    candidates = compare(
+        kinds,
+        workload,
+        records=records,
+        batch_size=size,
+        steps=steps,
+        clip=clip,
+        epsilon=epsilon,
+        delta=delta,
+    )
     chosen = best(candidates)
     console.print(noise_table(candidates, chosen, workload.name))
     console.print(chosen.plan)
