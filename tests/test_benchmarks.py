@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 sys.path.insert(0, str(ROOT))  # the benchmarks are not installed
 
-from benchmarks import growth, speed  # noqa: E402
+from benchmarks import growth, sampling, speed  # noqa: E402
 from benchmarks.workloads import WORKLOADS  # noqa: E402
 
 
@@ -141,6 +141,23 @@ def test_growth_has_a_ratio_for_every_size(tmp_path: Path) -> None:
                     figures["seconds"] / arms["sgd"]["seconds"]
                 )
             assert "refresh_in_steps" in arms["dpkfc_kfc"]
+
+
+def test_sampling_has_figures_for_every_number_of_records(tmp_path: Path) -> None:
+    file = tmp_path / "sampling.json"
+    small = ["--records", "1000000", "1000000000", "--draws", "2"]
+    done = bench("--json", str(file), *small, module="sampling")
+    assert done.returncode == 0, done.stderr
+    assert "1e+09" in done.stdout
+    saved = json.loads(file.read_text())
+    assert list(saved) == list(sampling.ARMS)
+    for sizes in saved.values():
+        assert list(sizes) == ["1000000", "1000000000"]
+        for figures in sizes.values():
+            assert 800 < figures["drawn"] < 1200
+            assert figures["ratio"] == figures["seconds"] / sizes["1000000"]["seconds"]
+            # 10⁹ numbers, of one byte each, would be a thousand.
+            assert 0 <= figures["peak_mb"] < 50
 
 
 def test_settings_describe_the_run(result: dict[str, Any]) -> None:

@@ -48,7 +48,8 @@ class Permutation:
         for of_low, of_high in zip(self._tables[::2], self._tables[1::2], strict=True):
             high = high ^ of_low[low]
             low = low ^ of_high[high]
-        return high << self._low_bits | low
+        numbers = high << self._low_bits | low
+        return numbers
 
     def _random_functions(self, key: bytes) -> list[np.ndarray]:
         """For each round, from one half to the other."""
@@ -64,7 +65,7 @@ class Permutation:
         return tables
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def permutation(key: bytes, bits: int) -> Permutation:
     """The permutation of a key. The last ones are kept: a run asks for the same one again."""
     return Permutation(key, bits)

@@ -32,9 +32,9 @@ Rows = np.ndarray[Any, np.dtype[np.int64]]
 def poisson_sample(key: bytes, records: int, rate: float) -> list[int]:
     """Draw each record independently with probability `rate`.
 
-    Takes time and memory in proportion to the number of records drawn, not to `records`. The drawn
-    records below n are the same for all `records` ≥ n: appending a record changes nothing for the
-    others.
+    Time and memory are in proportion to the number of records drawn, times the number of binary
+    digits of 1 / `rate`; nothing is computed for the others. The drawn records below n are the same
+    for all `records` ≥ n: appending a record changes nothing for the others.
 
     Args:
         key: different for every draw.
@@ -65,7 +65,8 @@ def poisson_sample(key: bytes, records: int, rate: float) -> list[int]:
     >>> poisson_sample(b"k" * 32, records=10**13, rate=5e-12)[: len(drawn)] == drawn
     True
     """
-    return _draw(key, records, rate).tolist()
+    rows: list[int] = _draw(key, records, rate).tolist()
+    return rows
 
 
 def _draw(key: bytes, records: int, rate: float) -> Rows:
@@ -103,7 +104,7 @@ def _digit_probabilities(rate: float) -> tuple[int, ...]:
     if rounded <= 0:
         return ()
     power = one - rounded  # x^(2ᵏ)
-    probabilities = []
+    probabilities: list[int] = []
     while power >> (FRACTION - WORD - MORE) and len(probabilities) < MOST_BITS:
         probabilities.append((power << FRACTION) // (one + power))
         power = power * power >> FRACTION
@@ -216,4 +217,5 @@ class CyclicPoisson:
         slots = len(range(group, self._slots, self.groups))
         drawn = group + self.groups * _draw(key, slots, self.rate)
         rows = permutation(self._key, self._slots.bit_length() - 1)(drawn)
-        return np.sort(rows[rows < self.records]).tolist()
+        present: list[int] = np.sort(rows[rows < self.records]).tolist()
+        return present

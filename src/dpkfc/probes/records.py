@@ -331,6 +331,5 @@ def _shared(rows: Rows, used: Rows) -> Rows:
 def _at(positions: Rows, where: Rows) -> list[int]:
     if isinstance(where, range):
         return _as_list(positions[where.start : where.stop])
-    if isinstance(positions, range):
-        return (where + positions.start).tolist()
-    return positions[where].tolist()
+    chosen: Rows = where + positions.start if isinstance(positions, range) else positions[where]
+    return _as_list(chosen)
