@@ -31,6 +31,7 @@ bench: $(VENV)/.bench  ## step time and memory beside ordinary training and Opac
 	$(RUN) -m benchmarks.growth --json benchmarks/results/growth.json --plot benchmarks/results/growth.png
 	$(RUN) -m benchmarks.noise
 	$(RUN) -m benchmarks.planning
+	$(RUN) -m benchmarks.sampling
 
 docs: $(VENV)/.docs  ## the documentation as pages, in site/
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict

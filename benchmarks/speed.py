@@ -310,7 +310,7 @@ def report_memory(name: str, arm: str, steps: int, threads: int) -> None:
         with suppress(ImportError):
             importlib.import_module(package)
     gc.collect()
-    baseline = _resident_mb("VmRSS")
+    baseline = resident_mb("VmRSS")
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     workload = WORKLOADS[name]
@@ -319,10 +319,10 @@ def report_memory(name: str, arm: str, steps: int, threads: int) -> None:
     )
     _take(built.step, steps - 1)
     _take(built.refresh or built.step, 1)
-    print(json.dumps({"peak_mb": _resident_mb("VmHWM"), "baseline_mb": baseline}))
+    print(json.dumps({"peak_mb": resident_mb("VmHWM"), "baseline_mb": baseline}))
 
 
-def _resident_mb(field: str) -> float:
+def resident_mb(field: str) -> float:
     """Return VmRSS (now) or VmHWM (peak) of this process in MB.
 
     Linux starts a child's `ru_maxrss` at the size of its parent, which here holds every arm of a

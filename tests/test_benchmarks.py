@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 sys.path.insert(0, str(ROOT))  # the benchmarks are not installed
 
-from benchmarks import growth, planning, speed  # noqa: E402
+from benchmarks import growth, planning, sampling, speed  # noqa: E402
 from benchmarks.workloads import WORKLOADS  # noqa: E402
 
 
@@ -173,6 +173,21 @@ def test_planning_refuses_a_folder_without_the_package(tmp_path: Path) -> None:
     done = bench("--before", str(tmp_path), module="planning")
     assert done.returncode == 2
     assert "there is no src/dpkfc in it" in done.stderr
+def test_sampling_has_figures_for_every_number_of_records(tmp_path: Path) -> None:
+    file = tmp_path / "sampling.json"
+    small = ["--records", "1000000", "1000000000", "--draws", "2"]
+    done = bench("--json", str(file), *small, module="sampling")
+    assert done.returncode == 0, done.stderr
+    assert "1e+09" in done.stdout
+    saved = json.loads(file.read_text())
+    assert list(saved) == list(sampling.ARMS)
+    for sizes in saved.values():
+        assert list(sizes) == ["1000000", "1000000000"]
+        for figures in sizes.values():
+            assert 800 < figures["drawn"] < 1200
+            assert figures["ratio"] == figures["seconds"] / sizes["1000000"]["seconds"]
+            # 10⁹ numbers, of one byte each, would be a thousand.
+            assert 0 <= figures["peak_mb"] < 50
 
 
 def test_settings_describe_the_run(result: dict[str, Any]) -> None:

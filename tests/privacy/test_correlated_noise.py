@@ -112,6 +112,12 @@ def releases(model: nn.Linear, optimizer: torch.optim.SGD, private: dpkfc.Privat
     return torch.stack(seen).numpy()
 
 
+def groups_of(key: bytes, groups: int, count: int = RECORDS) -> list[list[int]]:
+    """The records of each group: what is drawn at a rate of 1."""
+    sampler = CyclicPoisson(key, count, groups, 1.0, planned_records=count)
+    return [sampler.draw(b"d" * 32, group) for group in range(groups)]
+
+
 class TestWhatIsSampledIsAccounted:
     """6."""
 
@@ -137,7 +143,7 @@ class TestWhatIsSampledIsAccounted:
         sigma, norms = plan.noise_multiplier * (1 + MARGIN), np.linalg.norm(c, axis=0)
         assert norms.max() == pytest.approx(plan.noise_sensitivity)
         along = c.T @ rows[:, 0] / norms / plan.noise_sensitivity
-        group = int(CyclicPoisson(private._group_key, RECORDS, 3, 0.5)._group[0])
+        (group,) = (g for g, rows in enumerate(groups_of(private._group_key, 3)) if 0 in rows)
         own = along[group::3][: steps // 3 - 2]
         rate = plan.rate_in_turn
         assert rate == 3 * BATCH / RECORDS
@@ -209,18 +215,17 @@ class TestWhatIsSampledIsAccounted:
         assert {step % 3 for step, _ in seen} == {0, 1, 2}
 
     @pytest.mark.parametrize("groups", [2, 7, 16])
-    def test_groups_are_drawn_for_each_record_alone_and_uniformly(self, groups: int) -> None:
+    def test_groups_do_not_depend_on_other_records_and_are_uniform(self, groups: int) -> None:
         """So a record can be added or removed without moving the others (equal groups would move
         them).
         """
-        many, fewer = (
-            CyclicPoisson(b"k" * 32, count, groups, 0.5)._group for count in (20_000, 19_999)
-        )
-        assert (many[:-1] == fewer).all()
-        assert stats.chisquare(np.bincount(many.astype(int), minlength=groups)).pvalue > 1e-3
+        many, fewer = (groups_of(b"k" * 32, groups, count) for count in (20_000, 19_999))
+        assert [[row for row in rows if row < 19_999] for rows in many] == fewer
+        assert sorted(row for rows in many for row in rows) == list(range(20_000))
+        assert stats.chisquare([len(rows) for rows in many]).pvalue > 1e-3
 
     def test_the_expected_batch_is_the_planned_one(self) -> None:
-        sampler = CyclicPoisson(b"k" * 32, 10_000, 5, 5 * 200 / 10_000)
+        sampler = CyclicPoisson(b"k" * 32, 10_000, 5, 5 * 200 / 10_000, planned_records=10_000)
         sizes = [len(sampler.draw(sub_key(b"k" * 32, str(step)), step)) for step in range(500)]
         assert (
             abs(np.mean(sizes) - 200) < 5 * math.sqrt(200 / 500) + 200 * 0.02

@@ -29,6 +29,7 @@ from dpkfc.per_sample.capture import GradientCapture
 from dpkfc.planning.choose_noise import Noise, choose
 from dpkfc.planning.plan import Plan, batches
 from dpkfc.probes.public import check_apart
+from dpkfc.sampling import check_slots
 from dpkfc.sharding import is_sharded, tensors_to_copy
 
 
@@ -173,6 +174,8 @@ def make_private(
         unchecked = tuple(what for what, is_unchecked in not_checked.items() if is_unchecked)
         plan = replace(plan, unchecked=unchecked)
         ranks.same(plan=plan.to_json())
+        if plan.groups > 1:
+            check_slots(len(source), plan.records)
         if isinstance(optimizer, NoiseAware):
             optimizer.set_noise_variance(*_noise_variance(plan, factorization, rescaled))
         return PrivateRun(

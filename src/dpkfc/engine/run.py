@@ -155,7 +155,13 @@ class PrivateRun:
         self._after_step: list[Callable[[], Any]] = []
         self.loader = PrivateLoader(
             source,
-            lambda: CyclicPoisson(self._group_key, len(source), plan.groups, plan.rate_in_turn),
+            lambda: CyclicPoisson(
+                self._group_key,
+                len(source),
+                plan.groups,
+                plan.rate_in_turn,
+                planned_records=plan.records,
+            ),
             plan.steps,
             max_physical_batch_size,
             self,

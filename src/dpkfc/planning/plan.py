@@ -307,8 +307,9 @@ def _turns(
             )
         return noise.bands, noise.column_norm(steps), ()
     rounds = -(-steps // turns)
+    separation = min(turns, steps)  # a record that joins once has no other step to be apart from
     sensitivities = [
-        noise.sensitivity(min(r * turns, steps), Participation(turns, r)).value
+        noise.sensitivity(min(r * turns, steps), Participation(separation, r)).value
         for r in range(1, rounds + 1)
     ]
     final = sensitivities[-1]

@@ -25,8 +25,9 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 LABELS = ("label", "labels")
 SECONDS = 10.0  # time to read public and private data sets record by record, in total
 NUMBERS = 2**22  # numbers of a data set of tensors that are hashed at a time
+MOST_READ = 2**20  # records that are read one by one, of larger data sets a random sample
 
-Rows = np.ndarray[Any, np.dtype[np.int64]]
+Rows = np.ndarray[Any, np.dtype[np.int64]] | range  # a range where all records follow each other
 
 
 class Columns:
@@ -80,8 +81,8 @@ def digests(data: Any, deadline: float) -> Digests:
     """The digests of a data set.
 
     Tensors are hashed completely, other data sets record by record, in random order, until
-    `deadline`, a time of `time.monotonic()`. A record without comparable content (an object of an
-    unknown class) counts as not read.
+    `deadline`, a time of `time.monotonic()`, and at most `MOST_READ` records. A record without
+    comparable content (an object of an unknown class) counts as not read.
     """
     result = Digests()
     slow_parts: list[tuple[Any, Rows, Rows]] = []
@@ -91,7 +92,9 @@ def digests(data: Any, deadline: float) -> Digests:
             slow_parts.append((part, rows, positions))
         else:
             row_digests = _digests_of_rows(columns, rows)
-            result.at.update(zip(positions.tolist(), row_digests, strict=True))
+            result.at.update(zip(_as_list(positions), row_digests, strict=True))
+    if sum(len(rows) for _, rows, _ in slow_parts) > MOST_READ:
+        result.complete = False
     with _same_randomness() as seed:
         for part, row, position in _in_random_order(slow_parts):
             if time.monotonic() > deadline:
@@ -106,13 +109,16 @@ def digests(data: Any, deadline: float) -> Digests:
 
 
 def _in_random_order(dataset_parts: list[tuple[Any, Rows, Rows]]) -> Iterator[tuple[Any, int, int]]:
-    """All records of the parts. Nobody can predict which ones are read before the deadline."""
+    """All records of the parts, or `MOST_READ` of them. Nobody can predict which are read first."""
     generator = np.random.default_rng(int.from_bytes(os.urandom(32), "big"))
-    which = np.repeat(np.arange(len(dataset_parts)), [len(rows) for _, rows, _ in dataset_parts])
-    rows = np.concatenate([rows for _, rows, _ in dataset_parts] or [which])
-    positions = np.concatenate([positions for _, _, positions in dataset_parts] or [which])
-    for at in generator.permutation(len(which)):
-        yield dataset_parts[which[at]][0], int(rows[at]), int(positions[at])
+    ends = np.cumsum([len(rows) for _, rows, _ in dataset_parts], dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    chosen = generator.choice(total, min(total, MOST_READ), replace=False) if total else ()
+    for at in chosen:
+        which = int(np.searchsorted(ends, at, side="right"))
+        part, rows, positions = dataset_parts[which]
+        within = int(at - ends[which]) + len(rows)
+        yield part, int(rows[within]), int(positions[within])
 
 
 def parts(
@@ -120,22 +126,34 @@ def parts(
 ) -> Iterator[tuple[Any, Rows, Rows]]:
     """The data sets of which `data` is composed by `Subset` and `ConcatDataset`.
 
-    Yields each with the rows that are used of it, and their positions in the whole.
+    Yields each with the rows that are used of it, and their positions in the whole. No array has an
+    entry per record unless a `Subset` has one.
     """
-    rows = np.arange(len(data)) if rows is None else rows
-    positions = np.arange(len(rows)) if positions is None else positions
+    rows = range(len(data)) if rows is None else rows
+    positions = range(len(rows)) if positions is None else positions
     if type(data) is Subset:
-        yield from parts(data.dataset, np.asarray(data.indices, dtype=np.int64)[rows], positions)
+        indices = np.asarray(data.indices, dtype=np.int64)
+        chosen = indices[rows.start : rows.stop] if isinstance(rows, range) else indices[rows]
+        yield from parts(data.dataset, chosen, positions)
     elif type(data) is ConcatDataset:
-        rows = np.where(rows < 0, rows + len(data), rows)
         begin = 0
         for part in data.datasets:
             end = begin + len(part)  # type: ignore[arg-type]
-            here = (begin <= rows) & (rows < end)
-            yield from parts(part, rows[here] - begin, positions[here])
+            if isinstance(rows, range):
+                first, last = max(rows.start, begin), max(rows.start, begin, min(rows.stop, end))
+                here = slice(first - rows.start, last - rows.start)
+                yield from parts(part, range(first - begin, last - begin), positions[here])
+            else:
+                absolute = np.where(rows < 0, rows + len(data), rows)
+                mask = (begin <= absolute) & (absolute < end)
+                yield from parts(part, absolute[mask] - begin, np.asarray(positions)[mask])
             begin = end
     else:
         yield data, rows, positions
+
+
+def _as_list(rows: Rows) -> list[int]:
+    return list(rows) if isinstance(rows, range) else rows.tolist()
 
 
 def digest_of(record: Any) -> bytes | None:
@@ -216,7 +234,7 @@ def _largest_columns(data: Any) -> list[Tensor] | None:
 def _digests_of_rows(columns: list[Tensor], rows: Rows) -> Iterator[bytes]:
     step = max(1, NUMBERS // sum(column[0].numel() for column in columns))
     for begin in range(0, len(rows), step):
-        index = torch.from_numpy(rows[begin : begin + step])
+        index = torch.from_numpy(np.asarray(rows[begin : begin + step], dtype=np.int64))
         contents = [
             _contents(column[index.to(column.device)].reshape(len(index), -1)) for column in columns
         ]
@@ -283,13 +301,35 @@ def shared_rows(first: Any, second: Any) -> Overlap:
 
     They are the same records; none is read.
     """
-    used_rows: dict[int, Rows] = {}
+    used_rows: dict[int, list[Rows]] = {}
     for part, rows, _ in parts(second):
-        used_rows[id(part)] = np.union1d(used_rows.get(id(part), rows), rows)
-    positions = [
+        used_rows.setdefault(id(part), []).append(rows)
+    positions = {
         position
         for part, rows, part_positions in parts(first)
-        if id(part) in used_rows
-        for position in part_positions[np.isin(rows, used_rows[id(part)])].tolist()
-    ]
+        for used in used_rows.get(id(part), ())
+        for position in _at(part_positions, _shared(rows, used))
+    }
     return Overlap(tuple(sorted(positions)), len(first), bool(positions))
+
+
+def _shared(rows: Rows, used: Rows) -> Rows:
+    """Where in `rows` the rows are that are in `used`."""
+    if isinstance(rows, range) and isinstance(used, range):
+        first = max(rows.start, used.start)
+        last = max(first, min(rows.stop, used.stop))
+        return range(first - rows.start, last - rows.start)
+    if isinstance(rows, range):
+        used = np.asarray(used)
+        inside = (rows.start <= used) & (used < rows.stop)
+        return np.unique(used[inside]) - rows.start
+    if isinstance(used, range):
+        return np.flatnonzero((used.start <= rows) & (rows < used.stop))
+    return np.flatnonzero(np.isin(rows, used))
+
+
+def _at(positions: Rows, where: Rows) -> list[int]:
+    if isinstance(where, range):
+        return _as_list(positions[where.start : where.stop])
+    chosen: Rows = where + positions.start if isinstance(positions, range) else positions[where]
+    return _as_list(chosen)
