@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from dpkfc.errors import PrivacyError
@@ -20,7 +23,7 @@ from dpkfc.noise.factorization import (
     InverseToeplitzStrategy,
     ToeplitzStrategy,
 )
-from dpkfc.noise.stream import RegeneratedStream, RingBufferStream, Stream
+from dpkfc.noise.stream import RegeneratedStream, RingBufferStream, Stream, _combination
 from dpkfc.normals import LANE
 from dpkfc.random import add_normal_, first_key
 
@@ -252,7 +255,7 @@ def test_only_the_keys_that_are_needed_are_kept() -> None:
     assert stream.state_dict()["keys"] == [key(4).hex(), key(3).hex()]
 
 
-@pytest.mark.parametrize("name", [name for name, (form, _) in FORMS.items() if form.bands != 1])
+@pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("size", [9, 11])
 def test_sums_of_another_size_are_refused_before_anything_is_added(name: str, size: int) -> None:
     """Too many numbers would leave some without noise."""
@@ -272,3 +275,103 @@ def test_a_state_of_keys_for_another_size_is_refused() -> None:
 def test_steps_beyond_what_the_matrix_was_made_for_are_refused(name: str) -> None:
     with pytest.raises(PrivacyError, match=f"computed for {N} steps"):
         draw(whole(FORMS[name][0], 3), 3, [*range(N), N])
+
+
+def divided(size: int, owners: int) -> list[list[range]]:
+    """Positions dealt to owners in uneven stretches; the last owner has none."""
+    if owners == 1:
+        return [[range(size)]]
+    cuts = [0, 1, 1, 8, 39, size // 3, size // 2 + 1, size - 2, size]
+    owned: list[list[range]] = [[] for _ in range(owners)]
+    for i, (start, stop) in enumerate(pairwise(cuts)):
+        owned[i % max(owners - 1, 2)].append(range(start, stop))
+    return owned
+
+
+@forms
+@pytest.mark.parametrize("owners", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1001, 2 * LANE + 77])
+def test_the_noise_of_a_position_does_not_depend_on_its_owner(
+    form: Factorization, dense: np.ndarray, owners: int, size: int
+) -> None:
+    """To the bit, for every owner and over several steps, with a scale that is no power of two."""
+    steps, scale = (list(range(N)) if size < LANE else [0, 1, 2, 3]), 0.3
+    alone, shared = whole(form, size), divided(size, owners)
+    assert sorted(k for owned in shared for r in owned for k in r) == list(range(size))
+    streams = [form.stream(owned, CPU) for owned in shared]
+    for step in steps:
+        want = torch.linspace(-1, 1, size)
+        got = want.clone()
+        alone.add_([want], key(step), scale, step)
+        for owned, stream in zip(shared, streams, strict=True):
+            # each stretch is a parameter of its own, as it is where the parameters are sharded
+            sums = [got[positions.start : positions.stop].clone() for positions in owned]
+            stream.add_(sums, key(step), scale, step)
+            for positions, tensor in zip(owned, sums, strict=True):
+                got[positions.start : positions.stop] = tensor
+        assert torch.equal(got, want), step
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    name=st.sampled_from(["identity", "Toeplitz", "inverse, in a ring", "buffered", "matrix"]),
+    data=st.data(),
+)
+def test_any_stretch_has_the_noise_of_the_whole(name: str, data: st.DataObject) -> None:
+    """The rounding of correlated noise does not depend on where a stretch begins and ends."""
+    size = 3000
+    start = data.draw(st.integers(0, size))
+    stop = data.draw(st.integers(start, size))
+    form = FORMS[name][0]
+    alone, own = whole(form, size), form.stream([range(start, stop)], CPU)
+    for step in range(6):
+        want, got = torch.zeros(size), torch.zeros(stop - start)
+        alone.add_([want], key(step), 0.7, step)
+        own.add_([got], key(step), 0.7, step)
+        assert torch.equal(got, want[start:stop])
+
+
+@pytest.mark.parametrize("bands", [2, 3, 5, 9, 17, 32])
+def test_the_sum_over_buffers_rounds_alike_at_every_position(bands: int) -> None:
+    """BLAS may treat the end of a vector differently: cuts of all lengths and alignments."""
+    generator = torch.Generator().manual_seed(bands)
+    z = torch.randn(4099, generator=generator)
+    past = torch.randn(bands - 1, 4099, generator=generator)
+    weights = torch.randn(bands - 1, generator=generator).tolist()
+    want = _combination(0.9, z, weights, past)
+    for length in (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127, 255, 1000, 4001):
+        for start in (0, 1, 2, 3, 5, 8, 13, 16, 31, 64, 98):
+            part = slice(start, start + length)
+            assert torch.equal(_combination(0.9, z[part], weights, past[:, part]), want[part])
+
+
+def test_positions_that_overlap_are_refused() -> None:
+    """Two entries of one process would have the same noise: their difference has none."""
+    with pytest.raises(PrivacyError, match="overlap"):
+        IDENTITY.stream([range(10), range(20, 30), range(5, 7)], CPU)
+    for odd in (range(0, 10, 2), range(-3, 4)):
+        with pytest.raises(ValueError, match="consecutive"):
+            IDENTITY.stream([odd], CPU)
+
+
+def test_adjacent_ranges_are_one() -> None:
+    """So a model of many small parameters is computed in whole lanes."""
+    ranges = [range(5), range(5, 5), range(5, 9), range(11, 12), range(3, 3)]
+    state = FORMS["Toeplitz"][0].stream(ranges, CPU).state_dict()
+    assert state["ranges"] == [[0, 9], [11, 12]]
+
+
+@pytest.mark.parametrize("name", WITH_BUFFERS)
+def test_a_state_of_other_positions_is_refused(name: str) -> None:
+    """Of the same size: the past of other positions would be subtracted."""
+    form = FORMS[name][0]
+    first, second = form.stream([range(10)], CPU), form.stream([range(10, 20)], CPU)
+    draw(first, 10, [0, 1])
+    with pytest.raises(
+        PrivacyError, match=r"positions \[\[0, 10\]\].*needs those of \[\[10, 20\]\]"
+    ):
+        second.load_state_dict(copied(first.state_dict()))
+    without = copied(first.state_dict())
+    del without["ranges"]
+    with pytest.raises(PrivacyError, match="positions None"):
+        first.check_state(without)

@@ -383,9 +383,7 @@ class BandedStrategy:
                 lags[j - 1] = -self.diagonals[j, t - j] / self.diagonals[0, t]
             return 1 / float(self.diagonals[0, t]), lags
 
-        return RingBufferStream(
-            ranges, device, self.buffers, row, lambda t: 1.0, keeps="outputs"
-        )
+        return RingBufferStream(ranges, device, self.buffers, row, lambda t: 1.0, keeps="outputs")
 
 
 IDENTITY = ToeplitzStrategy("independent Gaussian", (1.0,))

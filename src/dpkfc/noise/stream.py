@@ -18,6 +18,7 @@ each position once, and no two positions have the same noise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import torch
@@ -282,7 +283,7 @@ def _merged(ranges: Sequence[range]) -> list[range]:
         elif len(positions):
             merged.append(positions)
     ordered = sorted(merged, key=lambda positions: positions.start)
-    for before, after in zip(ordered, ordered[1:], strict=False):
+    for before, after in pairwise(ordered):
         if before.stop > after.start:
             raise PrivacyError(
                 f"{before} and {after} overlap: these positions would have the same noise twice"
