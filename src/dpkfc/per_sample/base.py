@@ -13,7 +13,9 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
+from dpkfc.errors import PrivacyError
 from dpkfc.per_sample.workspace import Allocate, Workspace
+from dpkfc.sharding import is_sharded
 
 # What is preconditioned together: one parameter, or the weight and the bias of one layer.
 ParamKey = tuple[nn.Parameter, ...]
@@ -240,3 +242,16 @@ class HookedModule:
     workspace: Workspace = field(default_factory=Workspace)
     # for each call under way, the trainable parameters to restore after it
     lent: list[dict[str, nn.Parameter]] = field(default_factory=list)
+
+    def gathered(self, name: str) -> nn.Parameter:
+        """The parameter as the module has it now: under FSDP2, put together from all ranks."""
+        if not is_sharded(self.params[name]):
+            return self.params[name]
+        present = self.module.get_parameter(name)
+        if is_sharded(present):
+            raise PrivacyError(
+                f"parameter '{name}' of module '{self.name}' is still divided over the ranks when "
+                "the module runs: call the model itself, and fully_shard on whole modules. A "
+                "module that runs under vmap must not contain one that fully_shard was called on"
+            )
+        return present

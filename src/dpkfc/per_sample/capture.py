@@ -367,8 +367,8 @@ class GradientCapture:
     ) -> Any:
         trainable = self._trainable(hooked)
         hooked.lent.append(trainable)
-        for name, p in trainable.items():
-            _gathered(hooked, name, p).requires_grad_(False)
+        for name in trainable:
+            hooked.gathered(name).requires_grad_(False)
         if not trainable:
             return None
         _activations(hooked, args, kwargs)  # refuses a call that the adapter does not cover
@@ -395,8 +395,8 @@ class GradientCapture:
         if not hooked.lent:
             return None
         trainable = hooked.lent.pop()
-        for name, p in trainable.items():
-            _gathered(hooked, name, p).requires_grad_(True)
+        for name in trainable:
+            hooked.gathered(name).requires_grad_(True)
         if not trainable or out is None:  # nothing to capture, or the forward raised
             return None
         # in a list, so that the activations are freed after backward although the graph lives on
@@ -427,7 +427,7 @@ class GradientCapture:
         self, hooked: HookedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         trainable = self._trainable(hooked)
-        gathered = {name: _gathered(hooked, name, p) for name, p in trainable.items()}
+        gathered = {name: hooked.gathered(name) for name in trainable}
         hooked.lent.append(gathered)
         for name, p in trainable.items():
             tail = p.shape[1:] if p.dim() else (1,)
@@ -454,7 +454,7 @@ class GradientCapture:
         batch = self._require_batch_size(hooked)
         copies = {
             name: self._copies(
-                hooked, name, p, _gathered(hooked, name, p).detach().expand(batch, *p.shape)
+                hooked, name, p, hooked.gathered(name).detach().expand(batch, *p.shape)
             )
             for name, p in trainable.items()
         }
@@ -538,20 +538,6 @@ class _Recorder:
 
     def receive(self, call: LayerCall) -> None:
         self.calls.append(call)
-
-
-def _gathered(hooked: HookedModule, name: str, p: nn.Parameter) -> nn.Parameter:
-    """The parameter as the module has it now: under FSDP2, the gathered one."""
-    if not is_sharded(p):
-        return p
-    present = hooked.module.get_parameter(name)
-    if is_sharded(present):
-        raise PrivacyError(
-            f"parameter '{name}' of module '{hooked.name}' is still divided over the ranks when "
-            "the module runs: call the model itself, and fully_shard on whole modules. A module "
-            "that runs under vmap must not contain one that fully_shard was called on"
-        )
-    return present
 
 
 def _refuse_unverifiable(hooked_modules: Iterable[HookedModule]) -> None:

@@ -92,7 +92,7 @@ def run_under_vmap(
         call_args, call_kwargs = tree_unflatten(
             [next(own) if k else x for x, k in zip(leaves, rows, strict=True)], spec
         )
-        replacement = {id(hooked.params[name]): p for name, p in zip(names, params, strict=True)}
+        replacement = {id(hooked.gathered(name)): p for name, p in zip(names, params, strict=True)}
         with params_replaced(module, replacement):
             out = forward(*call_args, **call_kwargs)
         output_tree[:] = tree_flatten(out)
