@@ -81,7 +81,7 @@ def continue_run(run: PrivateRun, state: dict[str, Any], plan: Plan, fresh: bool
     lineage.own(run_id, run._handle_id, run.charged)
     run._expected_weights, run._checkpoints = state["weights"], []
     run._check_due = run._check_due or bool(run._secret_steps)
-    run.not_private = type(run.not_private)(**state["not_private"])
+    run._counts = type(run._counts)(type(run.not_private)(**state["not_private"]))
     run._drop_batch()
 
 

@@ -35,7 +35,7 @@ from dpkfc.noise.grid import round_to_grid_
 from dpkfc.noise.stream import Stream
 from dpkfc.per_sample.base import LinearMap, ParamKey, PerSampleGrad, PreconditionerOf
 from dpkfc.per_sample.capture import CapturedGrads
-from dpkfc.per_sample.rounding import at_least_float32
+from dpkfc.per_sample.rounding import at_least_float32, branches_are_cheap
 
 Sums = dict[ParamKey, list[Tensor]]
 
@@ -80,7 +80,8 @@ def clip_and_sum(
         return None
     factors, finite = clip_factors(captured.squared_norms * grad_scale**2, clip, gamma)
     weights = factors * (grad_scale / expected_batch_size)
-    all_finite = bool(finite.all())
+    # on an accelerator all are masked: the host does not wait for the answer
+    all_finite = branches_are_cheap(finite) and bool(finite.all())
     sums: Sums = {}
     while captured.grads:
         key, grad = captured.grads.popitem()
