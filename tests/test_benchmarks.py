@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 sys.path.insert(0, str(ROOT))  # the benchmarks are not installed
 
-from benchmarks import growth, planning, sampling, speed  # noqa: E402
+from benchmarks import device, growth, planning, sampling, speed  # noqa: E402
 from benchmarks.workloads import WORKLOADS  # noqa: E402
 
 
@@ -200,3 +200,22 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     done = bench("--json", "unused.json", "--workloads", "lstm")
     assert done.returncode == 2
     assert "'lstm' is not known: choose from mlp, cnn, resnet, vit, minilm, gpt2" in done.stderr
+
+
+def test_the_device_benchmark_counts_and_compares() -> None:
+    small = ["--size", "40000", "--width", "32", "--turns", "1", "--no-compile"]
+    done = bench(*small, module="device")
+    assert done.returncode == 0, done.stderr
+    for arm in ("as in a step", "torch normal_", "cipher, separate kernels", "with noise"):
+        assert arm in done.stdout
+
+
+def test_the_operations_of_the_cipher_are_counted() -> None:
+    """Three blocks per 32 normals: 80 quarter rounds of 4 additions, 4 xors and 4 rotations each,
+    a rotation being two shifts, a mask and an or; then 16 additions.
+    """
+    integer, floating = device.operations_per_normal()
+    cipher = 3 * (80 * 4 * (1 + 1 + 4) + 16) / 32
+    # beside the cipher, each word is split into two halves: a shift and two masks
+    assert cipher <= integer <= cipher + 3 * 3 / 2 + 1
+    assert 5 < floating < 40

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from dpkfc import chacha, normals
 from dpkfc import random as rng
+from dpkfc.errors import PrivacyError
 from dpkfc.normals import LANE, PAIRS
 from dpkfc.random import first_key, normal_lanes
 
@@ -203,3 +205,39 @@ def test_the_stream_is_the_recorded_one(draw: Draw) -> None:
     """A change of the stream would change every recorded run."""
     for start, want in GOLDEN.items():
         assert draw(start, start + 4).tolist() == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler")
+def test_it_compiles_to_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two rounds instead of twenty, which compile in seconds; `benchmarks.device` has all."""
+    from torch._inductor import metrics
+
+    monkeypatch.setattr(chacha, "DOUBLE_ROUNDS", 1)
+    torch.compiler.reset()
+    metrics.reset()
+    key, block = chacha.key_words(KEY, CPU), torch.arange(100)
+    got = normals.compiled()(key, block)
+    kernels = metrics.generated_kernel_count
+    torch.testing.assert_close(got, normals.box_muller(key, block), rtol=1e-5, atol=4e-6)
+    assert kernels == 1
+
+
+def test_a_device_with_wrong_kernels_is_noticed() -> None:
+    normals.check_against_cpu(normals.box_muller, CPU)
+    for wrong in (
+        lambda key, block: normals.box_muller(key, block + 1),
+        lambda key, block: normals.box_muller(key, block) * 1.01,
+        lambda key, block: normals.box_muller(key, block) * float("nan"),
+        lambda key, block: normals.box_muller(key, block).roll(1, 0),
+    ):
+        with pytest.raises(PrivacyError, match="differs by"):
+            normals.check_against_cpu(wrong, CPU)
+
+
+def test_without_a_compiler_the_noise_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(key: Tensor, block: Tensor) -> Tensor:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(normals, "compiled", lambda: fails)
+    with pytest.warns(UserWarning, match="no compiler.*separate kernels"):
+        assert normals._compiled_on.__wrapped__("cpu") is normals.box_muller

@@ -25,6 +25,7 @@ WORDS = 16  # 32-bit words per block
 BYTES = 4 * WORDS
 CONSTANTS = struct.unpack("<4i", b"expand 32-byte k")
 COLUMNS = ((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15))
+DOUBLE_ROUNDS = 10  # ChaCha20: twenty rounds
 DIAGONALS = ((0, 5, 10, 15), (1, 6, 11, 12), (2, 7, 8, 13), (3, 4, 9, 14))
 
 
@@ -85,7 +86,7 @@ def blocks(key: Tensor, counter: Tensor, nonce: int = 0) -> list[Tensor]:
     tail = [torch.full_like(low, word) for word in struct.unpack("<2i", struct.pack("<Q", nonce))]
     start = [*constants, *secrets, low, high, *tail]
     state = list(start)
-    for _ in range(10):
+    for _ in range(DOUBLE_ROUNDS):
         for quarter in (*COLUMNS, *DIAGONALS):
             _quarter_round_(state, *quarter)
     return [word + first for word, first in zip(state, start, strict=True)]

@@ -18,17 +18,26 @@ the same bits. The last bits of their normals may differ, as float32 functions d
 from __future__ import annotations
 
 import math
+import os
 import threading
+import warnings
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from dpkfc import chacha
+from dpkfc.errors import PrivacyError
 
 PAIRS = 2**17  # pairs (u, v) per lane; each makes two normals
 LANE = 2 * PAIRS  # normals per lane
 TAIL = 2**12  # 32-bit u below this number, one in a million, get 32 more bits
 TAIL_NONCE = 1  # the stream of these bits
+
+# A value that is used twice becomes a node of its own, and all nodes become one kernel. With the
+# defaults of torch.compile, values would be computed several times, in several kernels.
+ONE_KERNEL: dict[str, int] = {"realize_opcount_threshold": 1, "max_fusion_size": 10**6}
 
 
 class _Workspace(threading.local):
@@ -125,8 +134,55 @@ def _normals_of_blocks(key: Tensor, start: int, rows: int, columns: int) -> Tens
     """
     first = torch.full((), start, dtype=torch.int64, device=key.device)
     block = first + torch.arange(rows * columns, device=key.device)
-    normals = box_muller(key, block)
+    normals = box_muller_on(key.device)(key, block)
     return normals.view(2, chacha.WORDS, rows, columns).permute(2, 0, 3, 1)
+
+
+def box_muller_on(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    """`box_muller`, on an accelerator as one compiled kernel.
+
+    Compiling takes a minute or two, once per machine: torch keeps the result on disk. The first
+    normals of a device are compared with those of the CPU.
+    """
+    return box_muller if device.type == "cpu" else _compiled_on(device.type)
+
+
+@cache
+def _compiled_on(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
+    device = torch.device(kind)
+    function = compiled()
+    try:
+        function(chacha.key_words(bytes(32), device), torch.arange(2, device=device))
+    except Exception as problem:
+        warnings.warn(
+            f"torch.compile cannot make the noise kernel for {kind} ({problem}). The noise is "
+            "computed by separate kernels: it is the same, but takes many times longer",
+            stacklevel=2,
+        )
+        function = box_muller
+    check_against_cpu(function, device)
+    return function
+
+
+def compiled() -> Callable[[Tensor, Tensor], Tensor]:
+    """`box_muller` as one kernel, which is made when it is called for the first time."""
+    return torch.compile(box_muller, dynamic=True, fullgraph=True, options=dict(ONE_KERNEL))
+
+
+def check_against_cpu(function: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> None:
+    """Raise if the device's normals are not those of the CPU, up to rounding."""
+    key, blocks = os.urandom(32), 64
+    got = function(chacha.key_words(key, device), torch.arange(blocks, device=device))
+    cosines = got[: chacha.WORDS].cpu().T.reshape(-1)
+    sines = got[chacha.WORDS :].cpu().T.reshape(-1)
+    for start, normals in ((0, cosines), (PAIRS, sines)):
+        error = (normals - cpu_normals(key, start, start + len(normals))).abs().max()
+        # NaN is not below the bound. Where u is close to 1, the radius is half the digits of u
+        if not float(error) < 1e-3:
+            raise PrivacyError(
+                f"the noise that {device} computes differs by {float(error):.2g} from that of the "
+                "CPU: its kernels are wrong. Update torch and its compiler, or train on the CPU"
+            )
 
 
 def box_muller(key: Tensor, block: Tensor) -> Tensor:
@@ -148,7 +204,8 @@ def box_muller(key: Tensor, block: Tensor) -> Tensor:
         uniform = _as_float(word) + torch.where(in_tail, fraction, 0.5)
         # not below 0, in case a device's log(1) is
         radius = ((uniform * 2.0**-32).log() * -2).clamp(min=0).sqrt()
-        turn = _as_float(angle) * (2 * math.pi * 2.0**-32)
+        # 2π as a literal: torch.compile would take math.pi as an argument
+        turn = _as_float(angle) * (6.283185307179586 * 2.0**-32)
         cosines.append(radius * turn.cos())
         sines.append(radius * turn.sin())
     return torch.stack(cosines + sines)

@@ -89,7 +89,7 @@ def continue_run(run: PrivateRun, state: dict[str, Any], plan: Plan, fresh: bool
     run._check_due = run._check_due or bool(run._secret_steps)
     # the counts of all ranks together, continued by the first
     counts = state["not_private"] if run._ranks.first else {}
-    run.not_private = type(run.not_private)(**counts)
+    run._counts = type(run._counts)(type(run.not_private)(**counts))
     run._drop_batch()
 
 

@@ -34,7 +34,14 @@ from dpkfc.engine.loader import Chunk, PrivateLoader, Source
 from dpkfc.engine.loss_comparison import LoopTrace, Loss, compare_with_declared_loss, random_weights
 from dpkfc.engine.options import Options
 from dpkfc.engine.rng_state import seed_generators
-from dpkfc.engine.step import Sums, add_sums_, clip_and_sum, release, write_grads
+from dpkfc.engine.step import (
+    ClippedBatch,
+    Sums,
+    add_sums_,
+    clip_and_sum,
+    release,
+    write_grads,
+)
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.base import Geometry
 from dpkfc.noise.factorization import Factorization
@@ -58,6 +65,29 @@ class NotPrivate:
     samples: int = 0
     clipped: int = 0
     non_finite: int = 0
+
+
+class _Counts:
+    """Counts that stay on the device until somebody asks for them."""
+
+    def __init__(self, counted: NotPrivate) -> None:
+        self._counted = counted
+        self._on_device: Tensor | None = None  # clipped and not finite, not yet in `_counted`
+
+    def add(self, clipped: ClippedBatch) -> None:
+        self._counted.samples += len(clipped.finite)
+        is_clipped = (clipped.clip_factors < 1).logical_and(clipped.finite)
+        counts = torch.stack([is_clipped.sum(), (~clipped.finite).sum()])
+        self._on_device = counts if self._on_device is None else self._on_device + counts
+
+    def read(self) -> NotPrivate:
+        """The counts as numbers. Waits for the device."""
+        if self._on_device is not None:
+            clipped, non_finite = self._on_device.tolist()
+            self._counted.clipped += clipped
+            self._counted.non_finite += non_finite
+            self._on_device = None
+        return self._counted
 
 
 @dataclass
@@ -86,7 +116,6 @@ class PrivateRun:
         geometry: the preconditioner.
         vmap_modules: names of the modules that run as a whole under vmap, because they were named
             in `Options` or because a module inside cannot be captured on its own.
-        not_private: exact counts over the private records, not covered by epsilon.
     """
 
     def __init__(
@@ -111,7 +140,7 @@ class PrivateRun:
         self.plan, self.model, self.optimizer = plan, model, optimizer
         self.geometry, self.factorization = geometry, factorization
         self.vmap_modules = capture.vmap_modules
-        self.not_private = NotPrivate()
+        self._counts = _Counts(NotPrivate())
         self.steps = 0
         self.took_step = False
         self.detached = False
@@ -188,6 +217,11 @@ class PrivateRun:
     def epsilon(self, delta: float | None = None) -> float:
         """The privacy loss so far. Does not consume budget."""
         return self.plan.epsilon(self.charged, delta)
+
+    @property
+    def not_private(self) -> NotPrivate:
+        """Exact counts over the private records, not covered by epsilon."""
+        return self._counts.read()
 
     @property
     def batch_open(self) -> bool:
@@ -395,10 +429,7 @@ class PrivateRun:
         self._capture.reuse_workspaces()
         if not placeholder:
             self._batch.samples += captured.batch_size
-            counts, is_clipped = self.not_private, clipped.clip_factors < 1
-            counts.samples += captured.batch_size
-            counts.non_finite += int((~clipped.finite).sum())
-            counts.clipped += int(is_clipped.logical_and(clipped.finite).sum())
+            self._counts.add(clipped)
         if trace is not None and fingerprint is not None:
             self._compare_with_declared_loss(trace, fingerprint)
 

@@ -37,7 +37,7 @@ from dpkfc.noise.grid import round_to_grid_
 from dpkfc.noise.stream import Stream
 from dpkfc.per_sample.base import LinearMap, ParamKey, PerSampleGrad, PreconditionerOf
 from dpkfc.per_sample.capture import CapturedGrads
-from dpkfc.per_sample.rounding import at_least_float32
+from dpkfc.per_sample.rounding import at_least_float32, branches_are_cheap
 from dpkfc.sharding import is_sharded, like_parameter, local, sum_over_ranks, zeros_of
 
 Sums = dict[ParamKey, list[Tensor]]
@@ -89,7 +89,8 @@ def clip_and_sum(
     factors, finite = clip_factors(captured.squared_norms * grad_scale**2, clip, gamma)
     counted = torch.zeros_like(finite) if placeholder else finite
     weights = factors * counted * (grad_scale / expected_batch_size)
-    all_counted = bool(counted.all())
+    # on an accelerator all are masked: the host does not wait for the answer
+    all_counted = branches_are_cheap(counted) and bool(counted.all())
 
     def sum_of(key: ParamKey) -> list[Tensor]:
         grad = captured.grads.pop(key)

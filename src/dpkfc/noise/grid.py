@@ -20,7 +20,8 @@ correlated noise. g is a power of two, at most τ / 64, and a function of the pl
    the noise, and the optimizer.
 3. *The set of reachable values does not depend on s.* Between -8τ and 8τ the values that w can take
    are at most 2⁻¹⁷ τ apart: the float32 angle of Box-Muller has a spacing of at most 2⁻²¹, is
-   multiplied by a radius below 9.5, and the product is rounded to 24 bits. Adding s rounds to the
+   multiplied by a radius below 9.5, and the product is rounded to 24 bits (on the CPU and on other
+   devices alike, see `dpkfc.normals`). Adding s rounds to the
    spacing of floats near v, at most g/4 for ``|v| < 2²² g``, that is at least 32,000 τ for
    independent noise. So two neighbouring reachable v differ by less than g, no cell of the grid is
    skipped, and *every* multiple of g within 8τ of s is reachable. A value that is reachable from s

@@ -16,12 +16,14 @@ from dpkfc.per_sample.rounding import (
     add_sum_error,
     add_up,
     at_least_float32,
+    branches_are_cheap,
     keep_rows,
     recompute_if_doubtful,
     slices,
     squared_norm,
     squared_norm_of_all,
     summation_depth,
+    underflow_bound,
 )
 from dpkfc.per_sample.workspace import Workspace, scratch
 
@@ -85,6 +87,7 @@ class OuterProductGrad:
             return recompute_if_doubtful(
                 *_gram_squared_norms(mapped),
                 terms,
+                length * length * (p + q + 1),
                 lambda i: _gram_squared_norms(mapped.select(i).double())[0],
             )
 
@@ -93,10 +96,14 @@ class OuterProductGrad:
         norms, largest = self._one_position(preconditioner)
         # the limit is for factors as they are, before entries are scaled
         scale = 1.0 if preconditioner.factored else max(1.0, preconditioner.gain)
-        extreme = (largest > LARGE / scale**2).nonzero().flatten()
-        if len(extreme):
-            exact = self.select(extreme).double()._one_position(preconditioner)[0]
-            norms[extreme] = exact.to(norms.dtype)
+        if not branches_are_cheap(norms):
+            products = self.left.shape[2] + self.right.shape[2] + 1
+            norms = norms + underflow_bound(largest, products) * scale**2
+        else:
+            extreme = (largest > LARGE / scale**2).nonzero().flatten()
+            if len(extreme):
+                exact = self.select(extreme).double()._one_position(preconditioner)[0]
+                norms[extreme] = exact.to(norms.dtype)
         if preconditioner is IDENTITY_MAP or not preconditioner.factored:
             return norms
         return add_sum_error(norms, norms, preconditioner.condition, self.additions)

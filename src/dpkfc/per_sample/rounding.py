@@ -83,11 +83,31 @@ def summation_depth(size: int) -> int:
     return min(size, BLOCK) + size // BLOCK
 
 
+def branches_are_cheap(x: Tensor) -> bool:
+    """Whether a branch on a computed value is cheap: on a CPU.
+
+    On an accelerator the host would have to wait for the device. There a step has no such branch.
+    """
+    return x.device.type == "cpu"
+
+
+def underflow_bound(largest: Tensor, products: int) -> Tensor:
+    """How much of a squared norm may be missing because squares of small numbers underflow.
+
+    Args:
+        largest: the largest squared norm of a factor.
+        products: number of products that the squared norm is added up from. In each, a factor that
+            is too small by up to `tiny` is multiplied by at most `largest`.
+    """
+    return (largest + 1) * (2 * products * torch.finfo(torch.float32).tiny)
+
+
 def recompute_if_doubtful(
     squared_norms: Tensor,
     magnitudes: Tensor,
     largest: Tensor,
     terms: int,
+    products: int,
     recompute: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Squared norms that are not too small in spite of cancellation.
@@ -102,13 +122,20 @@ def recompute_if_doubtful(
         largest: the largest squared norm of a factor. Above `LARGE` the other factor may matter
             although its square underflows.
         terms: length of the longest chain of additions.
+        products: number of products, see `underflow_bound`.
         recompute: the squared norms of the samples with the given indices, in float64. It is called
             where the error may exceed the fraction `DOUBTFUL`; elsewhere the error is added.
+
+    On an accelerator the error is added everywhere, because looking for doubtful records would wait
+    for the device. The bound holds there too. A record whose products cancel, or whose factors are
+    extreme, may then be clipped to less than R.
     """
     error = terms * torch.finfo(squared_norms.dtype).eps / 2 * magnitudes
-    doubtful = ((error > DOUBTFUL * squared_norms) | (largest > LARGE)).nonzero().flatten()
     # MARGIN of a squared norm is MARGIN / 2 of the norm, for which the noise has room
     bounded = squared_norms + (error - MARGIN * squared_norms).clamp(min=0)
+    if not branches_are_cheap(bounded):
+        return bounded.clamp(min=0) + underflow_bound(largest, products)
+    doubtful = ((error > DOUBTFUL * squared_norms) | (largest > LARGE)).nonzero().flatten()
     if len(doubtful):
         bounded[doubtful] = recompute(doubtful).clamp(min=0).to(bounded.dtype)
     return bounded
