@@ -39,7 +39,6 @@ from dpkfc.per_sample.dense import DenseGrad
 from dpkfc.per_sample.outer import OuterProductGrad, bias_ones, squared_norms_from_grams
 from dpkfc.per_sample.registry import register_layer
 from dpkfc.per_sample.rounding import (
-    BLOCK,
     add_sum_error,
     add_up,
     at_least_float32,
@@ -56,6 +55,7 @@ Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 FORMED_MEMORY = 5  # formed gradients may take this many times the memory of (a, δ)
 FEW_CHANNELS = 4  # up to this, a matrix product over patches is faster than the grouped kernel
 FEW_POSITIONS = 1.5  # the same up to this many positions per output channel
+KERNEL_BLOCK = 2048  # positions that one call of the weight-gradient kernel adds up
 PATCH_BLOCK = 2**18  # entries of the patches that are formed at a time: they stay in the cache
 # Measured costs, in multiplications of a matrix product that forms gradients:
 GRAM_COST = 3  # one of a Gram matrix, beside the weight-gradient kernel that adds up afterwards
@@ -133,8 +133,8 @@ class ConvGrad:
 
     @property
     def block(self) -> int:
-        """Samples whose products are added up at a time: `BLOCK` positions, or one sample."""
-        return min(len(self.backprops), max(1, BLOCK // self.positions))
+        """Samples that are added up at a time: `KERNEL_BLOCK` positions, or one sample."""
+        return min(len(self.backprops), max(1, KERNEL_BLOCK // self.positions))
 
     @property
     def additions(self) -> int:
@@ -143,15 +143,15 @@ class ConvGrad:
         return measured + self.block * self.positions + len(self.backprops) // self.block
 
     def squared_norms(self, preconditioner: LinearMap) -> Tensor:
-        if not self.gram:
-            norms = self._norms_by_forming(preconditioner)
-        elif preconditioner is IDENTITY_MAP:
-            norms = self._norms_by_gram_of_pixels()
+        if self.gram and preconditioner is IDENTITY_MAP:
+            norms, magnitudes = self._norms_by_gram_of_pixels()
         else:
-            norms = self._norms_by_gram_of_patches(preconditioner)
-        return add_sum_error(norms, self.magnitudes(), preconditioner.gain, self.additions)
+            by_gram = self._norms_by_gram_of_patches
+            norms = (by_gram if self.gram else self._norms_by_forming)(preconditioner)
+            magnitudes = self._magnitudes()
+        return add_sum_error(norms, magnitudes, preconditioner.gain, self.additions)
 
-    def magnitudes(self) -> Tensor:
+    def _magnitudes(self) -> Tensor:
         """An upper bound on ``(Σ_t ‖δ_t‖ ‖patch_t‖)²``, which rounding errors are relative to.
 
         By Cauchy and Schwarz; an input entry is in at most as many patches as the kernel has
@@ -170,12 +170,19 @@ class ConvGrad:
             ]
         )
 
-    def _norms_by_gram_of_pixels(self) -> Tensor:
+    def _norms_by_gram_of_pixels(self) -> tuple[Tensor, Tensor]:
+        """Squared norms and ``(Σ_t ‖δ_t‖ ‖patch_t‖)²``."""
         terms = self.positions + summation_depth(self.backprops.shape[1])
         terms += summation_depth(self.inputs.shape[1]) + math.prod(self.module.kernel_size)
-        return recompute_if_doubtful(
-            *self._gram_squared_norms(), terms, lambda i: self.select(i).double_norms()
+        norms, magnitudes, largest = self._gram_squared_norms()
+        norms = recompute_if_doubtful(
+            norms,
+            magnitudes,
+            largest,
+            terms,
+            lambda i: self.select(i).double()._gram_squared_norms()[0],
         )
+        return norms, magnitudes
 
     def _gram_squared_norms(self) -> tuple[Tensor, Tensor, Tensor]:
         delta = at_least_float32(self.backprops).flatten(2)
@@ -183,12 +190,6 @@ class ConvGrad:
         if self.bias:
             products += 1
         return squared_norms_from_grams(products, torch.bmm(delta.transpose(1, 2), delta))
-
-    def double_norms(self) -> Tensor:
-        """The squared norms in float64."""
-        inputs, delta = self.inputs.double(), self.backprops.double()
-        grad = ConvGrad(self.module, inputs, self.padding, delta, self.bias)
-        return grad._gram_squared_norms()[0]
 
     def _patch_products(self) -> Tensor:
         """``patch_t · patch_s``, [B, T, T]: sums of products of pixels, one per kernel place."""
@@ -217,11 +218,10 @@ class ConvGrad:
     def _norms_by_gram_of_patches(self, preconditioner: LinearMap) -> Tensor:
         """For a few samples at a time: their mapped patches take memory."""
         per_sample = self.positions * self.module.weight[0].numel()
-        blocks = slices(len(self.inputs), max(1, 4 * PATCH_BLOCK // per_sample))
         return torch.cat(
             [
                 self.select(rows)._outer().squared_norms_without_sum_error(preconditioner)
-                for rows in blocks
+                for rows in slices(len(self.inputs), max(1, 4 * PATCH_BLOCK // per_sample))
             ]
         )
 
@@ -229,18 +229,26 @@ class ConvGrad:
         return add_up(DenseGrad(piece.per_sample()).sum_of_squares() for piece in self._split())
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:
+        return add_up(
+            self.select(rows)._weighted_sum_of_block(weights[rows])
+            for rows in slices(len(weights), self.block)
+        )
+
+    def _weighted_sum_of_block(self, weights: Tensor) -> list[Tensor]:
         """What ordinary training computes, from δ_i scaled by the weight of sample i.
 
         The kernel rearranges the weight at every call. With few positions for a large weight, that
-        costs more than patches.
+        costs more than patches. On accelerators it may use Winograd's or Fourier's transform, whose
+        rounding errors `add_sum_error` does not cover.
         """
-        if self.module.groups == 1 and self.block * self.positions <= self.module.out_channels:
+        on_cpu = self.backprops.device.type == "cpu"
+        few = len(weights) * self.positions <= self.module.out_channels
+        if self.module.groups == 1 and (few or not on_cpu):
             weight, *bias = self._outer().weighted_sum(weights)
             return [weight.view(self.module.weight.shape), *bias]
-        return add_up(
-            self.select(rows)._weighted_sum_by_kernel(weights[rows])
-            for rows in slices(len(weights), self.block)
-        )
+        if not on_cpu:
+            return DenseGrad(self.per_sample()).weighted_sum(weights)
+        return self._weighted_sum_by_kernel(weights)
 
     def _weighted_sum_by_kernel(self, weights: Tensor) -> list[Tensor]:
         inputs, delta = at_least_float32(self.inputs), at_least_float32(self.backprops)
@@ -321,6 +329,10 @@ class ConvGrad:
     def select(self, rows: slice | Tensor) -> ConvGrad:
         """The gradients of some samples."""
         inputs, delta = self.inputs[rows], self.backprops[rows]
+        return ConvGrad(self.module, inputs, self.padding, delta, self.bias, self.gram)
+
+    def double(self) -> ConvGrad:
+        inputs, delta = self.inputs.double(), self.backprops.double()
         return ConvGrad(self.module, inputs, self.padding, delta, self.bias, self.gram)
 
     def masked(self, keep: Tensor) -> ConvGrad:
