@@ -75,6 +75,19 @@ def pink(channels: int, size: int, count: int) -> Probe:
     return PinkNoise((channels, size, size), classes=10, count=count)
 
 
+def vgg() -> nn.Module:
+    """Build VGG-11 for images [3, 32, 32], with GroupNorm: 9.2 million weights."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for stage in ([64], [128], [256, 256], [512, 512], [512, 512]):
+        for width in stage:
+            layers.append(nn.Conv2d(channels, width, 3, padding=1))
+            layers += [nn.GroupNorm(32, width), nn.ReLU()]
+            channels = width
+        layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels, 10))
+
+
 def sentences(batch_size: int) -> Record:
     """Draw input_ids, attention_mask, token_type_ids, position_ids and labels."""
     ids = torch.randint(1, BERT_VOCABULARY, (batch_size, TOKENS))
@@ -162,6 +175,7 @@ WORKLOADS = {
     "mlp": Workload(256, 4, lambda: mlp([784, 512, 512, 10]), images(1, 28), pink(1, 28, 256)),
     "cnn": Workload(256, 4, paper_cnn, images(1, 28), pink(1, 28, 256)),
     "resnet": Workload(64, 2, groupnorm_resnet, images(3, 32), pink(3, 32, 64)),
+    "vgg": Workload(64, 1, vgg, images(3, 32), pink(3, 32, 64)),
     "vit": Workload(64, 2, tiny_vit, images(3, 32), pink(3, 32, 64)),
     "minilm": Workload(16, 1, minilm, sentences, SENTENCES, minilm_logits),
     "gpt2": Workload(8, 1, gpt2, texts, TEXTS, gpt2_logits, "next_token"),

@@ -112,6 +112,28 @@ def test_positions_that_are_rounded_one_way(
     assert total.norm() <= CLIP * (1 + 1e-4)
 
 
+@pytest.mark.parametrize("size", [1e6, 1e9, 1e12])
+@pytest.mark.parametrize("width", [32, 64])
+def test_pixels_that_cancel_do_not_swallow_what_others_add(width: int, size: float) -> None:
+    """Norms by Gram matrices of pixels, and one kernel call that adds up many records.
+
+    Every place of the kernel sees as much of one sign as of the other: the record has a gradient of
+    zero.
+    """
+    others = torch.full((40, width, 6, 6), 0.01)
+    record = torch.zeros(1, width, 6, 6)
+    record[0, :, 2, 2], record[0, :, 3, 3] = size, -size
+
+    def total(x: Tensor) -> Tensor:
+        model = nn.Sequential(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.Flatten())
+        nn.init.zeros_(model[0].weight)
+        return released(model, lambda model, x: model(x).sum(1).mean(), x)
+
+    without = total(others)
+    assert without.norm() > 4
+    assert (total(torch.cat([record, others])) - without).norm() <= CLIP * (1 + 1e-4)
+
+
 class Weighted(nn.Module):
     """Embeddings, each with a weight of its own; `tied`: and a head with the same weight."""
 

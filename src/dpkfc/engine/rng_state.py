@@ -33,7 +33,12 @@ def set_generators(state: dict[str, Any]) -> None:
 
 def seed_generators(key: bytes) -> None:
     """Start all generators from a secret key of 32 bytes."""
-    torch.manual_seed(int.from_bytes(key[:7], "big"))
+    seed = int.from_bytes(key[:7], "big")
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        # torch.manual_seed stores a formatted stack for each kind of device that is missing
+        torch.default_generator.manual_seed(seed)
     random.seed(key[7:23])
     np.random.seed(int.from_bytes(key[23:27], "big"))  # noqa: NPY002
 

@@ -19,6 +19,8 @@ from dpkfc.per_sample.rounding import (
     summation_depth,
 )
 
+MAPPED_BLOCK = 2**18  # entries that are mapped at a time
+
 
 @dataclass
 class DenseGrad:
@@ -35,7 +37,10 @@ class DenseGrad:
         if sum(preconditioner.work):
             additions += summation_depth(grads[0].shape[1])
             additions += summation_depth(grads[0][0, 0].numel())
-        mapped = squared_norm_of_all(preconditioner.apply(grads))
+        # a few samples at a time, so that mapped gradients stay in the cache
+        block = max(1, MAPPED_BLOCK // sum(g[0].numel() for g in grads))
+        pieces = [[g[rows] for g in grads] for rows in slices(len(grads[0]), block)]
+        mapped = torch.cat([squared_norm_of_all(preconditioner.apply(piece)) for piece in pieces])
         return add_sum_error(mapped, squared_norm_of_all(grads), preconditioner.gain, additions)
 
     def weighted_sum(self, weights: Tensor) -> list[Tensor]:

@@ -282,11 +282,18 @@ def _gram(x: Tensor) -> Tensor:
 def _gram_squared_norms(grad: OuterProductGrad) -> tuple[Tensor, Tensor, Tensor]:
     """``Σ_{t,s} (left_t · left_s)(right_t · right_s)``; magnitudes; largest squared factor."""
     products = _gram(at_least_float32(grad.right))
-    left_gram = _gram(at_least_float32(grad.left))
     if grad.bias_input is not None:
         products.addcmul_(grad.bias_input.unsqueeze(1), grad.bias_input.unsqueeze(2))
-    diagonals = [part.diagonal(dim1=1, dim2=2).amax(1) for part in (products, left_gram)]
+    return squared_norms_from_grams(products, _gram(at_least_float32(grad.left)))
+
+
+def squared_norms_from_grams(right: Tensor, left: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Squared norms, magnitudes and the largest squared factor, from Gram matrices [B, T, T].
+
+    `right` is overwritten.
+    """
+    diagonals = [part.diagonal(dim1=1, dim2=2).amax(1) for part in (right, left)]
     largest = torch.stack(diagonals).amax(0)
-    products.mul_(left_gram)
+    products = right.mul_(left)
     magnitudes = products.diagonal(dim1=1, dim2=2).sqrt().sum(1).square()
     return products.sum((1, 2)), magnitudes, largest

@@ -75,7 +75,8 @@ def squared_norm(x: Tensor) -> Tensor:
 
 def squared_norm_of_all(grads: Sequence[Tensor]) -> Tensor:
     """Squared norm of each sample over several tensors."""
-    return torch.stack([squared_norm(g) for g in grads]).sum(0)
+    first, *others = (squared_norm(g) for g in grads)
+    return sum(others, start=first)
 
 
 def summation_depth(size: int) -> int:
