@@ -96,10 +96,26 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 }
 
 
+SHARDED = ("AG", "uneven", "tokens, AG", "two probes", "hybrid", "AdaDPS")
+
+
+def sharded(build: Callable[[], nn.Module]) -> nn.Module:
+    """The model as FSDP2 divides it: its layers, and then what is left."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = build()
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.children():
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
 def refreshed(
     build: Callable[[], nn.Module], make: Callable[[], Any], ranks: Ranks
 ) -> dict[str, Any]:
-    """Refresh twice, and see what came out and how many probes ran."""
+    """The maps, the probes in each pass that built them, and the norms of mapped probes."""
     model, geometry = build(), make()
     capture = GradientCapture(model)
     geometry.prepare(model, capture)
@@ -108,19 +124,16 @@ def refreshed(
         lambda module, args, kwargs: rows.append(len([*args, *kwargs.values()][0])),
         with_kwargs=True,
     )
-    geometry.refresh(model, capture, 0, ranks)
-    ran = sum(rows)
     geometry.refresh(model, capture, 3, ranks)
     hook.remove()
-    norms = geometry.probe_norms(model, capture, ranks)
-    geometry.refresh(model, capture, 3, ranks)
-    capture.remove()
-    return {
+    found = {
         "state": geometry.state_dict(),
-        "rows": ran,
-        "norms": norms,
+        "rows": rows,
         "text": without_times(geometry),
+        "norms": geometry.probe_norms(model, capture, ranks),
     }
+    capture.remove()
+    return found
 
 
 def without_times(geometry: Any) -> str:
@@ -211,6 +224,9 @@ def work(rank: int, count: int, folder: str) -> None:
     results: dict[str, Any] = {
         name: refreshed(build, make, ranks) for name, (build, make) in CASES.items()
     }
+    for name in SHARDED:
+        build, make = CASES[name]
+        results["sharded", name] = refreshed(functools.partial(sharded, build), make, ranks)
     results["float32"] = refreshed(lambda: of_images().float(), lambda: KFC(IMAGES), ranks)
     results["private"] = [private_run(seed) for seed in (1, 7)]
     results["refusals"] = refusals(ranks)
@@ -288,13 +304,31 @@ def test_all_ranks_have_the_same_bits(shared: list[dict[str, Any]], case: str) -
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_maps_are_those_of_one_process(shared: list[dict[str, Any]], case: str) -> None:
-    found, wanted = shared[0][case], alone(case)
+    assert_equal_maps(case, shared[0][case], alone(case))
+
+
+def assert_equal_maps(case: str, found: dict[str, Any], wanted: dict[str, Any]) -> None:
     got, want = actions(case, found["state"]), actions(case, wanted["state"])
     assert list(got) == list(want) and want
     for key in want:
         for one, other in zip(got[key], want[key], strict=True):
             assert (one - other).norm() <= CLOSE * other.norm(), key
     torch.testing.assert_close(found["norms"], wanted["norms"], rtol=CLOSE, atol=0)
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_a_model_divided_by_fsdp2_has_the_maps_of_a_whole_one(
+    shared: list[dict[str, Any]], case: str
+) -> None:
+    """All ranks run as many passes: those with fewer chunks take part without a result."""
+    first, *others = (results["sharded", case] for results in shared)
+    assert_equal_maps(case, first, alone(case))
+    for other in others:
+        assert_same_bits(first["state"], other["state"])
+        assert torch.equal(first["norms"], other["norms"])
+        assert len(first["rows"]) == len(other["rows"])
+    most = max(len(results[case]["rows"]) for results in shared)
+    assert len(first["rows"]) == most < len(alone(case)["rows"])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -311,12 +345,11 @@ def test_the_tolerance_tells_other_probes_apart(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_rank_runs_its_share_of_the_probes(shared: list[dict[str, Any]], case: str) -> None:
-    rows = [results[case]["rows"] for results in shared]
-    total = alone(case)["rows"]
-    assert sum(rows) == total
-    chunks = 5 if case == "uneven" else 2 if "two probes" in case else 4
-    largest_chunk = -(-total // chunks)
-    assert max(rows) <= -(-chunks // len(rows)) * max(largest_chunk, 7 * (case == "uneven"))
+    passes = [results[case]["rows"] for results in shared]
+    assert sorted(rows for of_rank in passes for rows in of_rank) == sorted(alone(case)["rows"])
+    counts = [len(of_rank) for of_rank in passes]
+    sources = 2 if case == "hybrid" else 1
+    assert max(counts) - min(counts) <= sources, "each source is divided as evenly as chunks allow"
 
 
 def test_single_precision_is_shared_in_full_precision(shared: list[dict[str, Any]]) -> None:
@@ -352,6 +385,27 @@ def test_what_fails_on_one_rank_is_refused_by_all(
 
 
 # -- the pieces
+
+
+def test_every_chunk_draws_numbers_of_its_own() -> None:
+    """Or all chunks would have the same targets and dropout: fewer probes than there seem to be."""
+    drawn: list[float] = []
+
+    def loss(output: Any, probes: Any, generator: torch.Generator) -> Tensor:
+        drawn.append(float(torch.rand(1, generator=generator)))
+        drawn.append(float(torch.rand(1)))  # as dropout does
+        return probe_losses("cross_entropy", output, probes, generator)
+
+    model = of_images()
+    capture = GradientCapture(model)
+    for step in (0, 1):
+        KFC(IMAGES, loss=loss).refresh(model, capture, step)
+    KFC(IMAGES, loss=loss, seed=1).refresh(model, capture, 0)
+    assert len(drawn) == len(set(drawn)) == 3 * 4 * 2
+    before = drawn[:8]
+    drawn.clear()
+    KFC(IMAGES, loss=loss).refresh(model, capture, 0)
+    assert drawn == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
