@@ -90,9 +90,11 @@ def refreshed_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     steps: list[int] = []
     refresh = speed.RefreshOnDemand.refresh
 
-    def recorded(self: speed.RefreshOnDemand, model: Any, capture: Any, step: int) -> None:
+    def recorded(
+        self: speed.RefreshOnDemand, model: Any, capture: Any, step: int, ranks: Any
+    ) -> None:
         steps.append(step)
-        refresh(self, model, capture, step)
+        refresh(self, model, capture, step, ranks)
 
     monkeypatch.setattr(speed.RefreshOnDemand, "refresh", recorded)
     return steps

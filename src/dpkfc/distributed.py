@@ -13,9 +13,10 @@ does, such as charging the ledger, has happened before any other rank continues 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from dpkfc.errors import PrivacyError
 
 T = TypeVar("T")
+Key = TypeVar("Key", bound=Hashable)
 BUCKET = 25 * 2**20  # bytes that are reduced together, as DistributedDataParallel does
 
 # the control group of each default group
@@ -117,6 +119,27 @@ class Ranks:
         rank, content = next((rank, each) for rank, each in enumerate(everyone) if each)
         raise _error(rank, *content)
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside the block each rank works for itself. If one fails, all raise at the end of it.
+
+        The block must not send messages: a rank that has failed would not receive them.
+        """
+        problem: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            problem = error
+        self.agree(problem)
+
+    def everyone(self, value: T) -> list[T]:
+        """The values of all ranks, in their order: small ones, which are pickled."""
+        if self.count == 1:
+            return [value]
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
     def same(self, **values: Any) -> None:
         """Refuse values that differ between the ranks. They are compared by their text."""
         if self.count > 1:
@@ -130,7 +153,7 @@ class Ranks:
         if self.count == 1:
             return
         under_way = []
-        for names in _buckets(tensors):
+        for names in buckets(tensors):
             flat = torch.cat([tensors[name].reshape(-1) for name in names])
             under_way.append((names, flat, dist.all_reduce(flat, async_op=True)))
             shapes = {name: tensors[name].shape for name in names}
@@ -191,21 +214,21 @@ def _number(value: Any) -> int:
     return int.from_bytes(hashlib.sha256(str(value).encode()).digest()[:8], "big") >> 2
 
 
-def _buckets(tensors: dict[str, Tensor]) -> Iterator[list[str]]:
-    """The names in order, cut where a bucket is full, the dtype changes or the device does."""
-    names: list[str] = []
+def buckets(tensors: Mapping[Key, Tensor]) -> Iterator[list[Key]]:
+    """The keys in order, cut where a bucket is full, the dtype changes or the device does."""
+    keys: list[Key] = []
     size = 0
-    for name, tensor in tensors.items():
+    for key, tensor in tensors.items():
         bytes_of = tensor.numel() * tensor.element_size()
-        before = tensors[names[-1]] if names else tensor
+        before = tensors[keys[-1]] if keys else tensor
         same_kind = (before.dtype, before.device) == (tensor.dtype, tensor.device)
-        if names and (size + bytes_of > BUCKET or not same_kind):
-            yield names
-            names, size = [], 0
-        names.append(name)
+        if keys and (size + bytes_of > BUCKET or not same_kind):
+            yield keys
+            keys, size = [], 0
+        keys.append(key)
         size += bytes_of
-    if names:
-        yield names
+    if keys:
+        yield keys
 
 
 # -- DistributedDataParallel

@@ -68,9 +68,9 @@ def test_the_maps_are_frozen_between_refreshes(kind: Any) -> None:
     geometry = kind(dpkfc.probes.Tabular(6), every=3)
     steps = []
     refresh = geometry.refresh
-    geometry.refresh = lambda model, capture, step: (
+    geometry.refresh = lambda model, capture, step, ranks: (
         steps.append(step),
-        refresh(model, capture, step),
+        refresh(model, capture, step, ranks),
     )
     train(mlp(), geometry, steps=8)
     assert steps == [0, 3, 6]

@@ -124,7 +124,7 @@ class TestBlindToTheData:
     def test_no_record_is_read_during_a_refresh(self) -> None:
         """Nor does the code that refreshes have a way to.
 
-        It takes the model, its hooks and a step.
+        It takes the model, its hooks, a step and the ranks that share the work.
         """
         reading: list[int] = []
         refreshing: list[bool] = []
@@ -151,6 +151,7 @@ class TestBlindToTheData:
             "model",
             "capture",
             "step",
+            "ranks",
         ]
 
     def test_probing_leaves_no_trace(self) -> None:

@@ -101,8 +101,7 @@ class Examples:
         """The layer calls of each pass, and the factor that scales gradients to one example."""
         if is_probe(self.source):
             probing = Probing(self.count, None, self.loss, self.seed)  # type: ignore[arg-type]
-            generator = probing.generator(0, "diagnostics")
-            for calls in probing.passes(model, capture, self.source, generator):
+            for calls in probing.passes(model, capture, self.source, 0, "diagnostics"):
                 yield _of_same_examples(calls), 1.0
             return
         torch.manual_seed(self.seed)

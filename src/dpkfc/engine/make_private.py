@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.accounting.unchecked import Unchecked
 from dpkfc.clipping import AutomaticClipping
-from dpkfc.distributed import current_ranks, unwrapped
+from dpkfc.distributed import Ranks, current_ranks, unwrapped
 from dpkfc.engine.capture_model import capture_for
 from dpkfc.engine.checks import check_loss, check_model, check_optimizer
 from dpkfc.engine.loader import read_source
@@ -154,7 +154,7 @@ def make_private(
         planned: dict[str, Any] = {
             "records": records,
             "batch_size": batch_size,
-            "clip": _clip_from_probes(geometry, model, capture) if clip == "auto" else clip,
+            "clip": _clip_from_probes(geometry, model, capture, ranks) if clip == "auto" else clip,
             "delta": delta,
             "epsilon": epsilon,
             "noise_multiplier": noise_multiplier,
@@ -294,8 +294,10 @@ def _noise_variance(
     return (plan.noise_scale / plan.batch_size) ** 2, ""
 
 
-def _clip_from_probes(geometry: Geometry, model: nn.Module, capture: GradientCapture) -> float:
-    norms = geometry.probe_norms(model, capture)
+def _clip_from_probes(
+    geometry: Geometry, model: nn.Module, capture: GradientCapture, ranks: Ranks
+) -> float:
+    norms = geometry.probe_norms(model, capture, ranks)
     if norms is None:
         raise ValueError(
             'clip="auto" takes the clip from the probes of the geometry, and this one has none: '

@@ -358,7 +358,7 @@ class PrivateRun:
         self._seed_generators(self._key)
         # at the current weights, which are public: results of earlier steps
         if self.geometry.due(self.steps):
-            self.geometry.refresh(self.model, self._capture, self.steps)
+            self.geometry.refresh(self.model, self._capture, self.steps, self._ranks)
 
     def _seed_generators(self, key: bytes) -> None:
         """Dropout and augmentation draw from secret numbers, unless the run has a seed.

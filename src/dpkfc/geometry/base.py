@@ -2,9 +2,8 @@
 
 A geometry is a linear map ``g -> U g`` that is applied to each per-sample gradient before clipping.
 It is built without the private data, so clipping and noising U g is exactly as private as clipping
-and
-noising g: for a fixed map U that is independent of the batch, ``Σ clip(U g_i)`` has sensitivity R
-(Proposition 5.6 of the paper).
+and noising g: for a fixed map U that is independent of the batch, ``Σ clip(U g_i)`` has sensitivity
+R (Proposition 5.6 of the paper).
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from dpkfc.distributed import ALONE, Ranks
 from dpkfc.per_sample.base import LinearMap
 from dpkfc.per_sample.capture import GradientCapture
 
@@ -38,11 +38,21 @@ class Geometry(Protocol):
         Depends on nothing but the step number.
         """
 
-    def refresh(self, model: nn.Module, capture: GradientCapture, step: int) -> None:
-        """Build the maps at the model's current weights."""
+    def refresh(
+        self, model: nn.Module, capture: GradientCapture, step: int, ranks: Ranks = ALONE
+    ) -> None:
+        """Build the maps at the model's current weights: the same bits on all ranks.
 
-    def probe_norms(self, model: nn.Module, capture: GradientCapture) -> Tensor | None:
-        """``‖U g‖`` of probes at the model's current weights; None if there are no probes."""
+        The ranks may share the work. All of them call this, with the same weights.
+        """
+
+    def probe_norms(
+        self, model: nn.Module, capture: GradientCapture, ranks: Ranks = ALONE
+    ) -> Tensor | None:
+        """``‖U g‖`` of probes at the model's current weights; None if there are no probes.
+
+        The same bits on all ranks.
+        """
 
     def map_of(self, names: ParamNames) -> LinearMap:
         """The preconditioner of the parameters with these names."""

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpkfc.distributed import ALONE, Ranks
 from dpkfc.geometry.base import ParamNames
 from dpkfc.geometry.probing import Probing, combined_grads, diverged
-from dpkfc.per_sample.base import IDENTITY_MAP, LinearMap
+from dpkfc.geometry.sharing import build_once, demand_same_maps, owners, sum_at_owners
+from dpkfc.per_sample.base import IDENTITY_MAP, LayerCall, LinearMap
 from dpkfc.per_sample.capture import GradientCapture
 from dpkfc.per_sample.rounding import add_up
 from dpkfc.per_sample.workspace import Allocate
@@ -160,10 +162,12 @@ class Diagonal:
     def due(self, step: int) -> bool:
         return not self._maps or step % self.every == 0
 
-    def probe_norms(self, model: nn.Module, capture: GradientCapture) -> Tensor | None:
+    def probe_norms(
+        self, model: nn.Module, capture: GradientCapture, ranks: Ranks = ALONE
+    ) -> Tensor | None:
         assert self.source is not None
-        self.refresh(model, capture, 0)
-        return self._probing.mapped_norms(model, capture, self.source, self.map_of)
+        self.refresh(model, capture, 0, ranks)
+        return self._probing.mapped_norms(model, capture, self.source, self.map_of, ranks)
 
     def map_of(self, names: ParamNames) -> LinearMap:
         return self._maps.get(names, IDENTITY_MAP)
@@ -171,37 +175,78 @@ class Diagonal:
     def after_noise(self) -> dict[ParamNames, LinearMap]:
         return {}
 
-    def refresh(self, model: nn.Module, capture: GradientCapture, step: int) -> None:
+    def refresh(
+        self, model: nn.Module, capture: GradientCapture, step: int, ranks: Ranks = ALONE
+    ) -> None:
+        """Build the maps. The ranks share the work as `dpkfc.geometry.sharing` describes."""
         assert self.source is not None
         name_of = {p: name for name, p in model.named_parameters()}
         sums: dict[ParamNames, list[Tensor]] = {}
-        count = 0
-        generator = self._probing.generator(step, "diagonal")
-        for calls in self._probing.passes(model, capture, self.source, generator):
-            count += calls[0].batch_size if calls else 0
+        sizes: list[int] = []
+
+        def receive(calls: list[LayerCall]) -> None:
+            sizes.append(calls[0].batch_size if calls else 0)
             with torch.no_grad():
                 for key, grad in combined_grads(calls).items():
                     names = tuple(name_of[p] for p in key)
                     so_far = [sums[names]] if names in sums else []
                     sums[names] = add_up([*so_far, grad.sum_of_squares()])
             capture.reuse_workspaces()
+
+        self._probing.share_passes(model, capture, self.source, step, "diagonal", ranks, receive)
+        count = sum(ranks.everyone(sum(sizes)))
+        device = next(model.parameters()).device
         transposed = {name_of[p] for p in transposed_weights(capture)}
-        self._maps = {}
-        for names, squares in sums.items():
-            moments = [s / count for s in squares]
+        owner_of = _to_owners(sums, ranks, device)
+
+        def build(names: ParamNames) -> DiagonalMap | None:
+            moments = [s / count for s in sums[names]]
             floor = self.damping * mean_entry(moments, names) + self.stability
-            if floor > 0:
-                scales = [(m + floor) ** (-self.power / 2) for m in moments]
-                self._maps[names] = DiagonalMap(scales, names[0] in transposed)
+            if floor <= 0:
+                return None
+            scales = [(m + floor) ** (-self.power / 2) for m in moments]
+            return DiagonalMap(scales, names[0] in transposed)
+
+        with torch.no_grad():
+            built = build_once(ranks, owner_of, build, device)
+        maps = {names: diagonal for names, diagonal in built.items() if diagonal is not None}
+        demand_same_maps(ranks, _state(maps))
+        self._maps = maps
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scaled": {"|".join(names): m.state() for names, m in self._maps.items()}}
+        return _state(self._maps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._maps = {
             tuple(names.split("|")): DiagonalMap(**fields)
             for names, fields in state["scaled"].items()
         }
+
+
+def _state(maps: dict[ParamNames, DiagonalMap]) -> dict[str, Any]:
+    return {"scaled": {"|".join(names): m.state() for names, m in maps.items()}}
+
+
+def _to_owners(
+    sums: dict[ParamNames, list[Tensor]], ranks: Ranks, device: torch.device
+) -> dict[ParamNames, int]:
+    """Choose an owner for each sum of squares, and add it up there, in place of `sums`."""
+    if ranks.count == 1:
+        return dict.fromkeys(sums, 0)
+    held = {names: [(s.shape, s.dtype) for s in tensors] for names, tensors in sums.items()}
+    shapes = {names: kinds for each in ranks.everyone(held) for names, kinds in each.items()}
+    parts: dict[tuple[ParamNames, int], Tensor] = {}
+    for names, kinds in shapes.items():
+        # a rank without probes, or whose probes did not use the parameter
+        zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in kinds]
+        for number, part in enumerate(sums.pop(names, zeros)):
+            parts[names, number] = part
+    entries = {names: float(sum(s.numel() for s, _ in kinds)) for names, kinds in shapes.items()}
+    owner_of = owners(entries, ranks.count)
+    totals = sum_at_owners(ranks, parts, {key: owner_of[key[0]] for key in parts})
+    for (names, _), total in totals.items():
+        sums.setdefault(names, []).append(total)
+    return owner_of
 
 
 def mean_entry(moments: list[Tensor], names: ParamNames) -> float:

@@ -39,18 +39,53 @@ class Moment:
     def __init__(self) -> None:
         self.rows: Tensor | None = None  # [groups, n, d]
         self.matrix: Tensor | None = None  # [groups, d, d]
+        self.vectors = 0  # per group, so far
+        self.dtype: torch.dtype | None = None  # None before the first vector
 
     def add(self, rows: Tensor) -> None:
         """Add vectors: [groups, n, d]."""
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        self.vectors += rows.shape[1]
+        self.dtype = rows.dtype
         if self.rows is not None:
             rows = torch.cat([self.rows, rows], 1)
             self.rows = None
-        if self.matrix is None and len(rows) == 1 and rows.shape[1] < rows.shape[2]:
+        if self.matrix is None and keeps_rows(rows.shape[1], len(rows), rows.shape[2]):
             self.rows = rows
         else:
             total = torch.bmm(rows.transpose(1, 2), rows)
             self.matrix = total if self.matrix is None else self.matrix.add_(total)
+
+    def take_part(self, before: int, total: int, empty: Tensor) -> Tensor:
+        """What one rank holds of the moment of all ranks: the parts add up to its content.
+
+        Rows are put in their places, with zeros in the places of other ranks, so that addition only
+        joins them. This moment is empty afterwards.
+
+        Args:
+            before: vectors of the ranks before this one.
+            total: vectors of all ranks.
+            empty: [groups, 0, d], of the dtype and on the device of the result.
+        """
+        groups, _, size = empty.shape
+        rows, matrix, stop = self.rows, self.matrix, before + self.vectors
+        self.rows, self.matrix, self.vectors = None, None, 0
+        if keeps_rows(total, groups, size):
+            places = empty.new_zeros(groups, total, size)
+            if rows is not None:
+                places[:, before:stop] = rows
+            return places
+        if matrix is not None:
+            return matrix
+        if rows is not None:
+            return torch.bmm(rows.transpose(1, 2), rows)
+        return empty.new_zeros(groups, size, size)
+
+    def replace(self, content: Tensor, vectors: int) -> None:
+        """Hold the sum of the parts, of so many vectors, from now on."""
+        kept = keeps_rows(vectors, len(content), content.shape[2])
+        self.rows, self.matrix = (content, None) if kept else (None, content)
+        self.vectors, self.dtype = vectors, content.dtype
 
     def finite(self) -> bool:
         held = self.rows if self.rows is not None else self.matrix
@@ -153,6 +188,23 @@ class Spectrum:
 
 def _symmetric(matrices: Tensor) -> Tensor:
     return (matrices + matrices.transpose(1, 2)) / 2
+
+
+def keeps_rows(vectors: int, groups: int, size: int) -> bool:
+    """True if vectors are kept as they are: they take less room than the sum of their products."""
+    return groups == 1 and vectors < size
+
+
+def spectrum_work(vectors: int, groups: int, size: int, rank: int | None) -> float:
+    """About how many multiplications `Moment.spectrum` and a root take."""
+    side = vectors if keeps_rows(vectors, groups, size) else size
+    columns = side if rank is None else min(rank, side)
+    if rank is not None and groups == 1 and _iterate(rank, side):
+        eigenvectors = 2.0 * (SWEEPS + 2) * side * side * (rank + OVERSAMPLE)
+    else:
+        eigenvectors = 10.0 * side**3
+    gram = side * side * size if side < size else 0
+    return groups * (eigenvectors + gram + size * columns * (size if rank is None else side))
 
 
 def _iterate(rank: int, size: int) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dpkfc.distributed import ALONE, Ranks
 from dpkfc.geometry.base import ParamNames
 from dpkfc.per_sample.base import IDENTITY_MAP, LinearMap
 from dpkfc.per_sample.capture import GradientCapture
@@ -23,10 +24,14 @@ class Identity:
     def due(self, step: int) -> bool:
         return False
 
-    def refresh(self, model: nn.Module, capture: GradientCapture, step: int) -> None:
+    def refresh(
+        self, model: nn.Module, capture: GradientCapture, step: int, ranks: Ranks = ALONE
+    ) -> None:
         pass
 
-    def probe_norms(self, model: nn.Module, capture: GradientCapture) -> Tensor | None:
+    def probe_norms(
+        self, model: nn.Module, capture: GradientCapture, ranks: Ranks = ALONE
+    ) -> Tensor | None:
         return None
 
     def map_of(self, names: ParamNames) -> LinearMap:

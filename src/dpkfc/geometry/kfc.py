@@ -25,18 +25,20 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from dpkfc.distributed import ALONE, Ranks
 from dpkfc.geometry.base import ParamNames
 from dpkfc.geometry.diagonal import DiagonalMap, check_numbers, mean_entry, transposed_weights
-from dpkfc.geometry.factors import Moment, Spectrum
+from dpkfc.geometry.factors import Moment, Spectrum, spectrum_work
 from dpkfc.geometry.kronecker import KroneckerMap, kronecker_from
 from dpkfc.geometry.probing import Probing, combined_grads, diverged
+from dpkfc.geometry.sharing import build_once, demand_same_maps, owners, sum_at_owners
 from dpkfc.per_sample.base import IDENTITY_MAP, HookedModule, KroneckerForm, LayerCall, LinearMap
 from dpkfc.per_sample.capture import GradientCapture
 from dpkfc.probes.infer import infer_probe
@@ -66,10 +68,25 @@ class KroneckerLayer:
     g_moment: Moment = field(default_factory=Moment)
     a_count: int = 0
     g_count: int = 0
+    seconds: float = 0.0  # for factors and roots, of all ranks together
 
     def sizes(self) -> tuple[int, int]:
         """Of the factors A_l and G_l."""
         return self.inputs + int(self.bias), self.outputs
+
+    def moments(self) -> list[tuple[Moment, int]]:
+        """Those of the factors A_l and G_l, with their sizes."""
+        return list(zip((self.a_moment, self.g_moment), self.sizes(), strict=True))
+
+
+@dataclass
+class BuiltLayer:
+    """What the owner of a layer computes from its moments."""
+
+    kronecker: KroneckerMap
+    post: KroneckerMap | None
+    spectra: tuple[Spectrum, Spectrum | None]
+    seconds: float
 
 
 @dataclass
@@ -78,8 +95,9 @@ class Refresh:
 
     step: int
     parameters: ParamNames  # the trainable ones, in the model's order
-    layer_seconds: dict[ParamNames, float] = field(default_factory=dict)  # factors and roots
-    seconds: float = 0.0  # in total, including the passes over the probes
+    # for factors and roots, of all ranks together
+    layer_seconds: dict[ParamNames, float] = field(default_factory=dict)
+    seconds: float = 0.0  # from beginning to end, including the passes over the probes
 
 
 class KFC:
@@ -107,7 +125,8 @@ class KFC:
         loss: of the probes: "cross_entropy", "mse", "bce", "masked_lm", "next_token", or a function
             ``loss(output, probes, generator) -> [batch]``.
         chunk: probes per pass; by default a quarter of them, so that a refresh needs less memory
-            than a step.
+            than a step. The ranks of a job share the passes: with more than four ranks, a smaller
+            chunk gives each of them one.
         seed: of the probes. It need not be secret.
 
     >>> import dpkfc
@@ -170,10 +189,12 @@ class KFC:
     def due(self, step: int) -> bool:
         return not self._maps or step % self.every == 0
 
-    def probe_norms(self, model: nn.Module, capture: GradientCapture) -> Tensor | None:
-        self.refresh(model, capture, 0)
+    def probe_norms(
+        self, model: nn.Module, capture: GradientCapture, ranks: Ranks = ALONE
+    ) -> Tensor | None:
+        self.refresh(model, capture, 0, ranks)
         source = next(iter(self._sources.values()))
-        return self._probing.mapped_norms(model, capture, source, self.map_of)
+        return self._probing.mapped_norms(model, capture, source, self.map_of, ranks)
 
     def map_of(self, names: ParamNames) -> LinearMap:
         return self._maps.get(names, IDENTITY_MAP)
@@ -212,28 +233,48 @@ class KFC:
 
     # -- the refresh
 
-    def refresh(self, model: nn.Module, capture: GradientCapture, step: int) -> None:
+    def refresh(
+        self, model: nn.Module, capture: GradientCapture, step: int, ranks: Ranks = ALONE
+    ) -> None:
+        """Build the maps. The ranks share the work as `dpkfc.geometry.sharing` describes."""
         start = time.perf_counter()
         name_of = {p: name for name, p in model.named_parameters()}
         layers = self._kronecker_layers(capture, name_of)
-        trainable = tuple(name for p, name in name_of.items() if p.requires_grad)
-        refresh = Refresh(step, trainable)
-        calls = self._add_probes(model, capture, step, layers, refresh)
+        calls = self._add_probes(model, capture, step, layers, ranks)
         reference = next(p for p in model.parameters() if p.is_floating_point())
         dtype = torch.promote_types(reference.dtype, torch.float32)
         like = torch.empty(0, dtype=dtype, device=reference.device)
-        generator = self._probing.generator(step, "eigenvectors")
-        maps: dict[ParamNames, KroneckerMap | DiagonalMap] = {}
-        self._post_maps, self._spectra = {}, {}
+        by_names = {layer.names: layer for layer in layers.values()}
         with torch.no_grad():
-            for layer in layers.values():
-                if layer.a_count:  # a layer that the model did not use keeps its gradient as it is
-                    with _timed(refresh, layer):
-                        maps[layer.names] = self._build_map(layer, like, generator)
-            self._scale_others(maps, calls, name_of, capture)
+            owner_of = self._to_owners(by_names, ranks, like.device)
+            built = build_once(
+                ranks,
+                owner_of,
+                lambda names: self._build_layer(by_names[names], like, step),
+                like.device,
+            )
+            maps: dict[ParamNames, KroneckerMap | DiagonalMap] = {
+                names: layer.kronecker for names, layer in built.items()
+            }
+            # the rank that ran the last pass has its calls
+            (others,) = build_once(
+                ranks,
+                {"others": ranks.count - 1},
+                lambda _: self._scale_others(maps, calls, name_of, capture),
+                like.device,
+            ).values()
         capture.reuse_workspaces()
-        refresh.seconds = time.perf_counter() - start
-        self._maps, self._last_refresh = maps, refresh
+        maps |= others
+        post_maps = {names: layer.post for names, layer in built.items() if layer.post is not None}
+        demand_same_maps(ranks, _state(maps, post_maps))
+        self._maps, self._post_maps = maps, post_maps
+        self._spectra = {names: layer.spectra for names, layer in built.items()}
+        self._last_refresh = Refresh(
+            step,
+            parameters=tuple(name for p, name in name_of.items() if p.requires_grad),
+            layer_seconds={names: layer.seconds for names, layer in built.items()},
+            seconds=time.perf_counter() - start,
+        )
 
     def _kronecker_layers(
         self, capture: GradientCapture, name_of: dict[nn.Parameter, str]
@@ -251,19 +292,27 @@ class KFC:
         capture: GradientCapture,
         step: int,
         layers: dict[HookedModule, KroneckerLayer],
-        refresh: Refresh,
+        ranks: Ranks,
     ) -> list[LayerCall]:
-        """Add all probes to the moments of the layers; returns the calls of the last pass."""
-        calls: list[LayerCall] = []
+        """Add this rank's probes to the moments of the layers; returns the calls of its last pass.
+
+        Only the last rank, whose last pass is the last of all, returns any.
+        """
+        last: list[LayerCall] = []
         for factors, source in self._sources.items():
-            if factors in self.factors or self.others:
-                generator = self._probing.generator(step, factors)
-                for calls in self._probing.passes(model, capture, source, generator):
-                    for hooked, uses in _by_module(calls).items():
-                        if hooked in layers:
-                            with _timed(refresh, layers[hooked]):
-                                self._add_to_moments(layers[hooked], uses, factors)
-        return calls
+            if factors not in self.factors and not self.others:
+                continue
+
+            def receive(calls: list[LayerCall], factors: str = factors) -> None:
+                for hooked, uses in _by_module(calls).items():
+                    if hooked in layers:
+                        with _timed(layers[hooked]):
+                            self._add_to_moments(layers[hooked], uses, factors)
+                if ranks.rank == ranks.count - 1:
+                    last[:] = calls
+
+            self._probing.share_passes(model, capture, source, step, factors, ranks, receive)
+        return last
 
     def _add_to_moments(self, layer: KroneckerLayer, uses: list[LayerCall], factors: str) -> None:
         """Add one pass; several uses of a layer are positions side by side."""
@@ -282,48 +331,83 @@ class KFC:
                 layer.g_moment.add(_by_group(delta))
                 layer.g_count += batch
 
-    def _build_map(
-        self, layer: KroneckerLayer, like: Tensor, generator: torch.Generator
-    ) -> KroneckerMap:
-        damping = self.damping, self.stability, like
-        for moment in (layer.a_moment, layer.g_moment):
-            if not moment.finite():
-                raise diverged(layer.names[0])
-        a_size, g_size = layer.sizes()
-        a = layer.a_moment.spectrum(layer.a_count, self._rank_of(a_size), generator)
-        g_root, g = None, None
-        if layer.g_count:
-            g = layer.g_moment.spectrum(layer.g_count, self._rank_of(g_size), generator)
-            g_root = g.root(self.power, *damping, bias=False)
-        a_root = a.root(self.power, *damping, bias=layer.bias)
-        adapter = layer.hooked.adapter
-        shape = (
-            layer.inputs,
-            layer.outputs,
-            layer.groups,
-            adapter is not None and adapter.transposed,
-        )
-        if self.post:
-            post_root = a.trace_keeping_root(self.post, *damping, bias=layer.bias)
-            self._post_maps[layer.names] = KroneckerMap(None, post_root, *shape)
-        self._spectra[layer.names] = (a, g)
-        return KroneckerMap(g_root, a_root, *shape)
+    def _to_owners(
+        self, layers: dict[ParamNames, KroneckerLayer], ranks: Ranks, device: torch.device
+    ) -> dict[ParamNames, int]:
+        """Choose an owner for each layer that the model used, and add up its moments there.
+
+        A layer that the model did not use has no owner: it keeps its gradient as it is.
+        """
+        if ranks.count == 1:
+            return {names: 0 for names, layer in layers.items() if layer.a_count}
+        held = ranks.everyone([_contribution(layer) for layer in layers.values()])
+        work: dict[ParamNames, float] = {}
+        vectors: dict[tuple[ParamNames, int], int] = {}
+        parts: dict[tuple[ParamNames, int], Tensor] = {}
+        for layer, of_ranks in zip(layers.values(), zip(*held, strict=True), strict=True):
+            layer.a_count = sum(each.a_count for each in of_ranks)
+            layer.g_count = sum(each.g_count for each in of_ranks)
+            layer.seconds = sum(each.seconds for each in of_ranks)
+            for number, (moment, size) in enumerate(layer.moments()):
+                counts = [each.vectors[number] for each in of_ranks]
+                dtypes = [each.dtypes[number] for each in of_ranks if each.vectors[number]]
+                if not dtypes:
+                    continue
+                key = layer.names, number
+                before, vectors[key] = sum(counts[: ranks.rank]), sum(counts)
+                empty = torch.empty(layer.groups, 0, size, dtype=dtypes[0], device=device)
+                parts[key] = moment.take_part(before, vectors[key], empty)
+                work[layer.names] = work.get(layer.names, 0.0) + spectrum_work(
+                    vectors[key], layer.groups, size, self._rank_of(size)
+                )
+        owner_of = owners(work, ranks.count)
+        sums = sum_at_owners(ranks, parts, {key: owner_of[key[0]] for key in parts})
+        for (names, number), content in sums.items():
+            layers[names].moments()[number][0].replace(content, vectors[names, number])
+        return owner_of
+
+    def _build_layer(self, layer: KroneckerLayer, like: Tensor, step: int) -> BuiltLayer:
+        with _timed(layer):
+            damping = self.damping, self.stability, like
+            for moment, _ in layer.moments():
+                if not moment.finite():
+                    raise diverged(layer.names[0])
+            generator = self._probing.generator(step, f"eigenvectors of {layer.names[0]}")
+            a_size, g_size = layer.sizes()
+            a = layer.a_moment.spectrum(layer.a_count, self._rank_of(a_size), generator)
+            g_root, g = None, None
+            if layer.g_count:
+                g = layer.g_moment.spectrum(layer.g_count, self._rank_of(g_size), generator)
+                g_root = g.root(self.power, *damping, bias=False)
+            a_root = a.root(self.power, *damping, bias=layer.bias)
+            adapter = layer.hooked.adapter
+            shape = (
+                layer.inputs,
+                layer.outputs,
+                layer.groups,
+                adapter is not None and adapter.transposed,
+            )
+            post = None
+            if self.post:
+                post_root = a.trace_keeping_root(self.post, *damping, bias=layer.bias)
+                post = KroneckerMap(None, post_root, *shape)
+        return BuiltLayer(KroneckerMap(g_root, a_root, *shape), post, (a, g), layer.seconds)
 
     def _rank_of(self, size: int) -> int | None:
         return None if self.rank is None or 2 * self.rank >= size else self.rank
 
     def _scale_others(
         self,
-        maps: dict[ParamNames, KroneckerMap | DiagonalMap],
+        maps: Mapping[ParamNames, KroneckerMap | DiagonalMap],
         calls: list[LayerCall],
         name_of: dict[nn.Parameter, str],
         capture: GradientCapture,
-    ) -> None:
+    ) -> dict[ParamNames, DiagonalMap]:
         """Scale the other gradients to the mean squared entry of the mapped ones."""
         covered = {name for names in maps for name in names}
         rest = [p for p, name in name_of.items() if p.requires_grad and name not in covered]
         if self.others is None or self.power == 0 or not rest or not calls:
-            return
+            return {}
         grads = {
             tuple(name_of[p] for p in key): grad for key, grad in combined_grads(calls).items()
         }
@@ -349,26 +433,22 @@ class KFC:
                 means[names] = total / batch / sum(sizes[name] for name in names)
         means = {names: mean for names, mean in means.items() if mean > 0}
         if not means or (entries and energy <= 0):
-            return
+            return {}
         target = energy / entries if entries else sum(means.values()) / len(means)
+        others: dict[ParamNames, DiagonalMap] = {}
         for names, mean in means.items():
             if self.others == "scalar":
-                maps[names] = DiagonalMap((target / mean) ** (self.power / 2))
+                others[names] = DiagonalMap((target / mean) ** (self.power / 2))
             else:
                 floor = max(self.damping, ENTRY_DAMPING) * mean
                 scales = [((m + floor) / target) ** (-self.power / 2) for m in moments[names]]
-                maps[names] = DiagonalMap(scales, names[0] in transposed)
+                others[names] = DiagonalMap(scales, names[0] in transposed)
+        return others
 
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        kronecker = {n: m for n, m in self._maps.items() if isinstance(m, KroneckerMap)}
-        scaled = {n: m for n, m in self._maps.items() if isinstance(m, DiagonalMap)}
-        return {
-            "kronecker": {"|".join(names): m.state() for names, m in kronecker.items()},
-            "scaled": {"|".join(names): m.state() for names, m in scaled.items()},
-            "post": {"|".join(names): m.state() for names, m in self._post_maps.items()},
-        }
+        return _state(self._maps, self._post_maps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         maps: dict[ParamNames, KroneckerMap | DiagonalMap] = {}
@@ -385,12 +465,46 @@ class KFC:
         self._spectra, self._last_refresh = {}, None
 
 
+def _state(
+    maps: Mapping[ParamNames, KroneckerMap | DiagonalMap],
+    post_maps: Mapping[ParamNames, KroneckerMap],
+) -> dict[str, Any]:
+    kronecker = {n: m for n, m in maps.items() if isinstance(m, KroneckerMap)}
+    scaled = {n: m for n, m in maps.items() if isinstance(m, DiagonalMap)}
+    return {
+        "kronecker": {"|".join(names): m.state() for names, m in kronecker.items()},
+        "scaled": {"|".join(names): m.state() for names, m in scaled.items()},
+        "post": {"|".join(names): m.state() for names, m in post_maps.items()},
+    }
+
+
 @contextlib.contextmanager
-def _timed(refresh: Refresh, layer: KroneckerLayer) -> Iterator[None]:
+def _timed(layer: KroneckerLayer) -> Iterator[None]:
     start = time.perf_counter()
     yield
-    before = refresh.layer_seconds.get(layer.names, 0.0)
-    refresh.layer_seconds[layer.names] = before + time.perf_counter() - start
+    layer.seconds += time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class _Contribution:
+    """What the probes of one rank have contributed to a layer, without the moments themselves."""
+
+    a_count: int
+    g_count: int
+    seconds: float
+    vectors: tuple[int, ...]  # in the moments of A_l and G_l
+    dtypes: tuple[torch.dtype | None, ...]
+
+
+def _contribution(layer: KroneckerLayer) -> _Contribution:
+    moments = [moment for moment, _ in layer.moments()]
+    return _Contribution(
+        layer.a_count,
+        layer.g_count,
+        layer.seconds,
+        tuple(moment.vectors for moment in moments),
+        tuple(moment.dtype for moment in moments),
+    )
 
 
 def _by_module(calls: list[LayerCall]) -> dict[HookedModule, list[LayerCall]]:

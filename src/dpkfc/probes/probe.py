@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -74,6 +75,16 @@ def to(probes: Probes, device: torch.device | str, dtype: torch.dtype) -> Probes
     moved = _map_batch(probes, lambda tensor: tensor.to(device))
     inputs = _map_inputs(moved.inputs, lambda x: x.to(dtype) if x.is_floating_point() else x)
     return replace(moved, inputs=inputs)
+
+
+def digest(probes: Probes) -> str:
+    """A hash of all tensors, by which ranks compare what they drew."""
+    content = hashlib.sha256()
+    for tensor in (*tensors(probes.inputs), probes.targets, probes.active):
+        if tensor is not None:
+            content.update(repr((tensor.shape, tensor.dtype)).encode())
+            content.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().data)
+    return content.hexdigest()
 
 
 def token_ids(inputs: Inputs) -> Tensor | None:
