@@ -38,6 +38,8 @@ def launch(command: list[str], count: int = 2, timeout: float = 300) -> list[str
             env=environment(
                 RANK=str(rank),
                 LOCAL_RANK=str(rank),
+                GROUP_RANK="0",
+                TORCHELASTIC_RUN_ID="tests",
                 WORLD_SIZE=str(count),
                 LOCAL_WORLD_SIZE=str(count),
                 MASTER_ADDR="127.0.0.1",

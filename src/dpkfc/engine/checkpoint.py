@@ -48,7 +48,10 @@ def save(path: str | os.PathLike[str], run: PrivateRun, others: dict[str, Any]) 
 
 
 def save_run(path: str | os.PathLike[str], run: PrivateRun) -> None:
-    """Like `save`, without model, optimizer and generators, which a framework saves itself."""
+    """Like `save`, without model, optimizer and generators, which a framework saves itself.
+
+    All ranks call it, and the first writes.
+    """
     _write(path, run, {})
 
 
@@ -58,7 +61,13 @@ def _write(path: str | os.PathLike[str], run: PrivateRun, parts: dict[str, Any])
     state = {"private": run.state_dict(), **parts}
     tensors: dict[str, Tensor] = {}
     tree = _pack(state, tensors, "")
-    path = Path(path)
+    path = Path(path).absolute()
+    checkpoint_id = run._ranks.on_first(lambda: _write_files(path, tree, tensors))
+    run._checkpoints.append((path, checkpoint_id))
+
+
+def _write_files(path: Path, tree: Any, tensors: dict[str, Tensor]) -> str:
+    """Returns the id of the checkpoint."""
     for place in (path, _old(path)):
         _check_replaceable(place)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +81,7 @@ def _write(path: str | os.PathLike[str], run: PrivateRun, parts: dict[str, Any])
         _swap(fresh, path)
     finally:
         _remove(fresh)
-    run._checkpoints.append((path.absolute(), checkpoint_id))
+    return checkpoint_id
 
 
 def load(path: str | os.PathLike[str], run: PrivateRun, others: dict[str, Any]) -> None:
@@ -144,7 +153,9 @@ def _read(
 def _continue(
     run: PrivateRun, folder: Path, checkpoint_id: str, state: dict[str, Any], plan: Plan
 ) -> None:
-    continued_before = lineage.marker(folder, checkpoint_id).exists()
+    # asked once: the first rank leaves its mark there when it begins to iterate
+    mark = lineage.marker(folder, checkpoint_id)
+    continued_before = run._ranks.on_first(mark.exists)
     resume.continue_run(run, state, plan, fresh=continued_before)
     run._checkpoints = [] if continued_before else [(folder, checkpoint_id)]
     if continued_before and run.charged == state["step"] + state["lost_steps"]:
