@@ -54,13 +54,17 @@ class Synced(Module):
         self.log("val_loss", loss, sync_dist=True, batch_size=len(batch[0]))
 
 
+class SyncedManual(Manual):
+    validation_step = Synced.validation_step
+
+
 # module and its settings, records of a logical batch, parts of a rank's share, further settings
 CASES: dict[str, tuple[Any, dict[str, Any], int, int, dict[str, Any]]] = {
     "SGD": (Synced, {}, 20, 1, {}),
     "AdamW, schedule, parts": (Synced, {"optimizer": "adamw", "interval": "step"}, 20, 2, {}),
     # some logical batches leave a rank without a record, and some have none at all
     "uneven and empty": (Synced, {"interval": "step"}, 2, 1, {"max_epochs": 1}),
-    "manual": (Manual, {}, 20, 1, {"of_run": {"loss": cross_entropy}}),
+    "manual": (SyncedManual, {}, 20, 1, {"of_run": {"loss": cross_entropy}}),
 }
 
 

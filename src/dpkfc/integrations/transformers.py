@@ -538,12 +538,14 @@ def _warn_of_private_evaluation(train_dataset: Any, eval_dataset: Any) -> None:
 
 
 def _load_run(folder: Path, run: PrivateRun) -> None:
+    problem = None
     if not folder.is_dir():
-        raise PrivacyError(
+        problem = PrivacyError(
             f"'{folder.parent}' holds no state of a private run, so the steps behind its weights "
             "would not be counted. Resume from a checkpoint that PrivateTrainer has saved with "
-            "save_only_model=False"
+            "save_only_model=False, in a folder that all ranks can read"
         )
+    run._ranks.agree(problem)
     checkpoint.load_run(folder, run)
     lost = run.charged - run.steps
     if lost:
