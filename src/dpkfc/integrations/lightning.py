@@ -186,7 +186,6 @@ class PrivateTraining(Callback):
             self._run.load_state_dict(self._restored["run"])
         data.run = self._run
         unwrapped(trainer.strategy.model)  # DistributedDataParallel sends nothing from here on
-        self._replace(trainer.strategy, "post_backward", _nothing)
         self._replace(trainer.strategy, "training_step", self._training_step)
         self._replace(trainer.precision_plugin, "clip_gradients", _refuse_clipping)
 
@@ -521,10 +520,6 @@ def _not_logging(module: Any) -> Iterator[None]:
             for name, value in state.items():
                 setattr(part, name, value)
             part._update_count, part._computed = updates, None
-
-
-def _nothing(*args: Any) -> None:
-    """Takes the place of hooks that prepare or start a reduction of raw gradients."""
 
 
 def _refuse_clipping(*args: Any, **kwargs: Any) -> None:
