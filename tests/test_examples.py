@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from tests.integrations.ranks import launch
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -33,6 +34,7 @@ EXPECTED = {
     "accelerate_loop": Expected(1, 3.0, 0.5, ("accelerate", "sklearn")),
     "correlated_noise": Expected(2, 8.0, 0.7, ("sklearn",)),
     "custom_layer": Expected(1, 3.0, 0.6, ("sklearn",)),
+    "distributed_ddp": Expected(1, 3.0, 0.5, ("sklearn",)),
     "lightning_module": Expected(1, 3.0, 0.5, ("lightning", "sklearn")),
     "flower_app": Expected(2, 3.0, 0.2, ("sklearn", "flwr")),
     "lora_transformer": Expected(1, 3.0, 0.7, ("transformers", "peft")),
@@ -137,6 +139,18 @@ def test_lora_trains_a_small_part_of_the_model(quick: Callable[[str], str]) -> N
 
 def test_a_resumed_accelerate_loop_takes_the_planned_steps(quick: Callable[[str], str]) -> None:
     assert "interrupted after 56 of 113 steps" in quick("accelerate_loop")
+
+
+def test_two_ranks_take_the_steps_of_one(quick: Callable[[str], str]) -> None:
+    pytest.importorskip("sklearn")
+    file = ROOT / "examples" / "distributed_ddp.py"
+    first, second = launch([sys.executable, str(file), "--quick"])
+    assert second == ""
+    alone = quick("distributed_ddp")
+    assert first.splitlines()[0] == alone.splitlines()[0].replace("1 ranks", "2 ranks")
+    assert numbers_after("epsilon", first) == numbers_after("epsilon", alone)
+    (accuracy,) = numbers_after("test accuracy", first)
+    assert accuracy >= EXPECTED["distributed_ddp"].least_accuracy
 
 
 def write_idx(file: Path, values: np.ndarray) -> None:

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -660,9 +661,20 @@ def test_the_tuner_of_lightning_is_refused() -> None:
         tuner.lr_find(Module(), DataLoader(data(), 20))
 
 
-def test_several_processes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"DDPStrategy with 2 processes.*devices=1"):
-        check_trainer(make_trainer(strategy="ddp", devices=2), Module())
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [("fsdp", "FSDPStrategy.*strategy='ddp'"), ("ddp_spawn", "by spawn.*strategy='ddp'")],
+)
+def test_strategies_without_a_copy_of_the_model_per_process_are_refused(
+    strategy: str, said: str
+) -> None:
+    trainer = make_trainer(strategy="ddp_spawn", devices=2)
+    if strategy == "fsdp":  # which needs a GPU
+        trainer = SimpleNamespace(
+            gradient_clip_val=None, strategy=L.pytorch.strategies.FSDPStrategy(), world_size=2
+        )
+    with pytest.raises(ValueError, match=said):
+        check_trainer(trainer, Module())
 
 
 class StepsTwice(Module):

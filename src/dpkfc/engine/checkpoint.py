@@ -49,7 +49,10 @@ def save(path: str | os.PathLike[str], run: PrivateRun, others: dict[str, Any]) 
 
 
 def save_run(path: str | os.PathLike[str], run: PrivateRun) -> None:
-    """Like `save`, without model, optimizer and generators, which a framework saves itself."""
+    """Like `save`, without model, optimizer and generators, which a framework saves itself.
+
+    All ranks call it, and the first writes.
+    """
     _write(path, run, {})
 
 
@@ -61,7 +64,7 @@ def _write(path: str | os.PathLike[str], run: PrivateRun, parts: dict[str, Any])
     state["private"]["not_private"] = ranks.total(state["private"]["not_private"])
     tensors: dict[str, Tensor] = {}
     tree = pack(state, tensors, "")
-    path = Path(path)
+    path = Path(path).absolute()
     fresh, checkpoint_id = ranks.on_first(lambda: _prepare(path))
     try:
         write_tensors(fresh, tensors, ranks)
@@ -70,7 +73,7 @@ def _write(path: str | os.PathLike[str], run: PrivateRun, parts: dict[str, Any])
     finally:
         if ranks.first:
             _remove(fresh)
-    run._checkpoints.append((path.absolute(), checkpoint_id))
+    run._checkpoints.append((path, checkpoint_id))
 
 
 def _prepare(path: Path) -> tuple[Path, str]:
@@ -177,6 +180,7 @@ def _read(
 def _continue(
     run: PrivateRun, folder: Path, checkpoint_id: str, state: dict[str, Any], plan: Plan
 ) -> None:
+    # asked once: the first rank leaves its mark there when it begins to iterate
     marker = lineage.marker(folder, checkpoint_id)
     continued_before = run._ranks.on_first(marker.exists)
     resume.continue_run(run, state, plan, fresh=continued_before)

@@ -90,7 +90,7 @@ class Source:
 
     dataset: Dataset[Any]
     options: dict[str, Any]  # of a DataLoader
-    batch_size: int | None  # of the user's own DataLoader
+    batch_size: int | None  # of the user's own DataLoader, over all ranks
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -110,8 +110,9 @@ def read_source(data: Any) -> Source:
         sampler: Any = data.batch_sampler if data.batch_size is None else data.sampler
         batch_size = data.batch_size
         # as a DataLoader makes it, and one that accelerate has prepared
+        sampler, batches = _batches_per_step(data, sampler)
         if type(sampler) is BatchSampler:
-            sampler, batch_size = sampler.sampler, sampler.batch_size
+            sampler, batch_size = sampler.sampler, sampler.batch_size * batches
         if not _draws_uniformly(sampler):
             raise PrivacyError(
                 f"the DataLoader draws with {type(sampler).__name__}: the accounting holds for "
@@ -129,12 +130,28 @@ def read_source(data: Any) -> Source:
     return Source(dataset, options, batch_size)
 
 
+def _batches_per_step(data: DataLoader[Any], sampler: Any) -> tuple[Any, int]:
+    """The user's own sampler, and how many of its batches all ranks together take in one step.
+
+    A DataLoader that accelerate has prepared for several ranks gives each a batch of its own,
+    unless it was told to split batches.
+    """
+    if _of_accelerate(sampler, "BatchSamplerShard"):
+        return sampler.batch_sampler, 1 if sampler.split_batches else sampler.num_processes
+    loader: Any = data
+    if _of_accelerate(loader, "DataLoaderDispatcher") and not loader.split_batches:
+        return sampler, loader.state.num_processes
+    return sampler, 1
+
+
+def _of_accelerate(thing: Any, name: str) -> bool:
+    return type(thing).__module__.startswith("accelerate.") and type(thing).__name__ == name
+
+
 def _draws_uniformly(sampler: Any) -> bool:
     """True for the samplers that torch and accelerate give a DataLoader by default."""
-    kind = type(sampler)
-    of_accelerate = kind.__module__.startswith("accelerate.")
-    known = kind in (SequentialSampler, RandomSampler) or (
-        of_accelerate and kind.__name__ == "SeedableRandomSampler"
+    known = type(sampler) in (SequentialSampler, RandomSampler) or _of_accelerate(
+        sampler, "SeedableRandomSampler"
     )
     return known and not getattr(sampler, "replacement", False)
 

@@ -234,6 +234,16 @@ class PrivateRun:
         return self._batch.chunk is not None and self._batch.chunk.last
 
     @property
+    def batch_weight(self) -> float:
+        """The weight of a loss of this physical batch in a mean over the logical batch.
+
+        With it, the sum of a rank's losses, averaged over the ranks, is that mean. It is zero for a
+        placeholder.
+        """
+        chunk = guards.has_batch(self._batch.chunk)
+        return self._ranks.count * chunk.rows / max(1, chunk.drawn)
+
+    @property
     def charged(self) -> int:
         """Steps that count against the budget."""
         return self.steps + self._lost_steps

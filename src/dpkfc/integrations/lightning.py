@@ -30,6 +30,7 @@ from torchmetrics import Metric
 
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.clipping import AutomaticClipping
+from dpkfc.distributed import unwrapped
 from dpkfc.engine.loader import read_source
 from dpkfc.engine.make_private import make_private
 from dpkfc.engine.options import Options
@@ -66,8 +67,8 @@ class PrivateTraining(Callback):
     """Makes `Trainer.fit` differentially private.
 
     Takes the module, its optimizer and the training DataLoader from the Trainer. The expected batch
-    size is that of the DataLoader times `accumulate_grad_batches`; the number of steps follows from
-    `max_epochs`, `max_steps` and `limit_train_batches`.
+    size is that of the DataLoader times `accumulate_grad_batches` times the number of devices; the
+    number of steps follows from `max_epochs`, `max_steps` and `limit_train_batches`.
 
     Args:
         epsilon, delta, noise_multiplier, clip, geometry, noise, records, ledger, seed, options: as
@@ -142,6 +143,7 @@ class PrivateTraining(Callback):
             self._settings["records"],
             trainer.limit_train_batches,
             trainer.accumulate_grad_batches,
+            trainer.world_size,
         )
         self._replace(fit_loop, "_data_source", self._source)
         # both are part of the length of the private loader
@@ -183,6 +185,7 @@ class PrivateTraining(Callback):
         if self._restored:
             self._run.load_state_dict(self._restored["run"])
         data.run = self._run
+        unwrapped(trainer.strategy.model)  # DistributedDataParallel sends nothing from here on
         self._replace(trainer.strategy, "training_step", self._training_step)
         self._replace(trainer.precision_plugin, "clip_gradients", _refuse_clipping)
 
@@ -195,7 +198,10 @@ class PrivateTraining(Callback):
         self._stop_if_spent(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self.log("epsilon", _float32_above(self.run.epsilon()), prog_bar=True, batch_size=1)
+        epsilon = _float32_above(self.run.epsilon())
+        # the same on all ranks; the largest of them is not rounded
+        once = {"sync_dist": True, "reduce_fx": "max", "batch_size": 1}
+        self.log("epsilon", epsilon, prog_bar=True, **once)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._release()
@@ -222,7 +228,9 @@ class PrivateTraining(Callback):
             if not module.automatic_optimization:
                 module.optimizers().step()
                 module.optimizers().zero_grad()
-            return None  # Lightning takes the step, of pure noise, without a backward pass
+                return None
+            # Lightning takes the step, of pure noise, after a backward pass that reaches no layer
+            return torch.zeros((), device=module.device, requires_grad=True)
         self._batch_idx = batch_idx
         output = self._step_on(batch)
         if not module.automatic_optimization:
@@ -332,6 +340,7 @@ class _PrivateSource:
     records: int | None
     limit_train_batches: int | float
     accumulate_grad_batches: int
+    ranks: int
     _loader: _StepLoader | None = None
 
     def dataloader(self) -> _StepLoader:
@@ -347,7 +356,8 @@ class _PrivateSource:
                 raise ValueError("train_dataloader has no batch size: give DataLoader(batch_size=)")
             # if the number of records is stated, nothing may depend on the true one
             records = len(source) if self.records is None else self.records
-            batches = records / source.batch_size
+            # as without privacy: each rank reads its share in batches of this size
+            batches = math.ceil(records / self.ranks) / source.batch_size
             length = max(1, math.floor(batches) if loader.drop_last else math.ceil(batches))
             if isinstance(self.limit_train_batches, int):
                 length = min(length, self.limit_train_batches)
@@ -358,7 +368,8 @@ class _PrivateSource:
                     f"limit_train_batches={self.limit_train_batches} leaves no batch to train on"
                 )
             parts = self.accumulate_grad_batches
-            steps, batch_size = math.ceil(length / parts), min(records, source.batch_size * parts)
+            steps = math.ceil(length / parts)
+            batch_size = min(records, source.batch_size * parts * self.ranks)
             self._loader = _StepLoader(loader, steps, batch_size, split=parts > 1)
         return self._loader
 
@@ -376,10 +387,17 @@ def check_trainer(trainer: Any, module: Any) -> None:
             f"gradient_clip_val={trainer.gradient_clip_val}: the gradient of every single record "
             "is clipped instead. Remove it from the Trainer and set PrivateTraining(clip=...)"
         )
-    if not _is_a(trainer.strategy, "SingleDeviceStrategy") or trainer.world_size > 1:
+    strategy = trainer.strategy
+    replicated = _is_a(strategy, "DDPStrategy") and not _is_a(strategy, "DeepSpeedStrategy")
+    if not replicated and not _is_a(strategy, "SingleDeviceStrategy"):
         raise ValueError(
-            f"strategy {type(trainer.strategy).__name__} with {trainer.world_size} processes: each "
-            "would draw its own batches and noise. Use Trainer(devices=1, strategy='auto')"
+            f"strategy {type(strategy).__name__}: private training works with one device, and with "
+            "one copy of the model per device. Use Trainer(strategy='ddp'), or devices=1"
+        )
+    if replicated and strategy._start_method != "popen":
+        raise ValueError(
+            f"a strategy that starts its processes by {strategy._start_method}: the run and its "
+            "epsilon would stay there when fit returns. Use Trainer(strategy='ddp'), or torchrun"
         )
     if trainer.precision not in PRECISIONS:
         raise ValueError(

@@ -29,8 +29,8 @@ from transformers import Trainer
 from transformers.data.data_collator import DataCollatorWithFlattening
 
 from dpkfc.accounting.rounding import round_up
+from dpkfc.distributed import unwrapped
 from dpkfc.engine import checkpoint
-from dpkfc.engine.batch import parts_of
 from dpkfc.engine.loader import read_source
 from dpkfc.engine.make_private import make_private
 from dpkfc.engine.rng_state import kept_generators
@@ -86,8 +86,9 @@ class PrivateTrainer(Trainer):
         args, kwargs: those of the Trainer.
 
     The logical batch has an expected size of per_device_train_batch_size ×
-    gradient_accumulation_steps records; at most per_device_train_batch_size of them are in memory
-    at a time. ``max_steps`` and ``num_train_epochs`` count as without privacy.
+    gradient_accumulation_steps × devices records; at most per_device_train_batch_size of them are
+    in the memory of a device at a time. ``max_steps`` and ``num_train_epochs`` count as without
+    privacy.
 
     Attributes:
         run: the private run, from the beginning of `train` on.
@@ -159,15 +160,15 @@ class PrivateTrainer(Trainer):
         model, train_dataloader = super()._prepare_for_training(
             max_steps, train_dataloader, resume_from_checkpoint
         )
-        if model is not self.model:
+        if unwrapped(model) is not self.model:
             raise PrivacyError(
                 f"the Trainer wraps the model in {type(model).__name__}, so its layers cannot be "
-                "captured: train on one device, without torch_compile"
+                "captured: start one process per device (torchrun), without torch_compile"
             )
-        assert model is not None
-        self._labels_shifted = self._choose_token_loss(model)
+        assert self.model is not None
+        self._labels_shifted = self._choose_token_loss(self.model)
         self.run = make_private(
-            model,
+            self.model,
             cast(Optimizer, self.optimizer),
             self._source_loader,
             loss=self._declared_loss,
@@ -254,19 +255,21 @@ class PrivateTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Gradients of all physical batches of `inputs`; returns the loss, which is not private."""
+        """Gradients of all physical batches of `inputs`; returns the loss, which is not private.
+
+        On several ranks, the mean of what they return is the mean over the logical batch.
+        """
+        assert self.run is not None
+        model = unwrapped(model)
         model.train()
         if callable(train := getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             train()
-        records = 0
         total = torch.zeros((), device=self.args.device)
         for batch in inputs:
             loss = self._declared_loss(model, batch)
             loss.backward()
-            rows = len(parts_of(batch)[0])
-            records += rows
-            total += loss.detach() * rows
-        return total / max(1, records)
+            total += loss.detach() * self.run.batch_weight
+        return total
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Not counted: it would reveal the exact number of tokens."""
@@ -300,7 +303,8 @@ class PrivateTrainer(Trainer):
                 logs[f"{name}_not_private"] = logs.pop(name)
         if self.run is not None:
             logs["epsilon"] = float(round_up(self.run.epsilon()))
-            if (ledger := self.privacy.get("ledger")) is not None:
+            ledger = self.privacy.get("ledger")
+            if ledger is not None and self.is_world_process_zero():
                 of_all_runs = ledger.epsilon(self.run.plan.delta)
                 logs["epsilon_of_all_runs"] = float(round_up(of_all_runs))
         # TRL would add exact statistics of the private tokens
@@ -311,7 +315,7 @@ class PrivateTrainer(Trainer):
         """The Trainer's card with a section on privacy."""
         super().create_model_card(*args, **kwargs)
         card = Path(self.args.output_dir or "") / "README.md"
-        if self.run is not None and card.exists():
+        if self.run is not None and self.is_world_process_zero() and card.exists():
             card.write_text(f"{card.read_text()}\n{privacy_section(self.run)}", encoding="utf-8")
 
     def _load_best_model(self) -> None:
@@ -455,8 +459,8 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("auto_find_batch_size", bool, "it repeats steps with other batches"),
     ("enable_jit_checkpoint", bool, "it saves in the middle of a batch: use save_steps"),
     ("torch_compile", bool, "the layers of a compiled model cannot be captured"),
-    ("deepspeed", bool, "train in one process"),
-    ("fsdp", bool, "train in one process"),
+    ("deepspeed", bool, "its engine reduces raw gradients: start torchrun without it"),
+    ("fsdp", bool, "only whole copies of the model per device: start torchrun without it"),
     ("use_liger_kernel", bool, "the layers of fused kernels cannot be captured"),
     (
         "neftune_noise_alpha",
@@ -534,12 +538,14 @@ def _warn_of_private_evaluation(train_dataset: Any, eval_dataset: Any) -> None:
 
 
 def _load_run(folder: Path, run: PrivateRun) -> None:
+    problem = None
     if not folder.is_dir():
-        raise PrivacyError(
+        problem = PrivacyError(
             f"'{folder.parent}' holds no state of a private run, so the steps behind its weights "
             "would not be counted. Resume from a checkpoint that PrivateTrainer has saved with "
-            "save_only_model=False"
+            "save_only_model=False, in a folder that all ranks can read"
         )
+    run._ranks.agree(problem)
     checkpoint.load_run(folder, run)
     lost = run.charged - run.steps
     if lost:
