@@ -66,8 +66,8 @@ class Ranks:
             raise _error(0, *content)
         return content[0]  # type: ignore[no-any-return]
 
-    def from_all(self, value: T) -> list[T]:
-        """The values of all ranks, in their order."""
+    def everyone(self, value: T) -> list[T]:
+        """The values of all ranks, in their order: small ones, which are pickled."""
         values: list[Any] = [value] * self.count
         if self.count > 1:
             dist.all_gather_object(values, value, group=self.control)
@@ -75,7 +75,7 @@ class Ranks:
 
     def total(self, counts: dict[str, int]) -> dict[str, int]:
         """The sums of the counts over the ranks."""
-        everyone = self.from_all(counts)
+        everyone = self.everyone(counts)
         return {name: sum(each[name] for each in everyone) for name in counts}
 
     def any(self, flag: bool) -> bool:
@@ -113,7 +113,7 @@ class Ranks:
                 )
 
     def _raise_together(self, problem: Exception | None) -> None:
-        everyone = self.from_all(None if problem is None else _described(problem))
+        everyone = self.everyone(None if problem is None else _described(problem))
         if problem is not None:
             raise problem
         rank, content = next((rank, each) for rank, each in enumerate(everyone) if each)
@@ -131,14 +131,6 @@ class Ranks:
         except Exception as error:
             problem = error
         self.agree(problem)
-
-    def everyone(self, value: T) -> list[T]:
-        """The values of all ranks, in their order: small ones, which are pickled."""
-        if self.count == 1:
-            return [value]
-        values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value, group=self.control)
-        return values
 
     def same(self, **values: Any) -> None:
         """Refuse values that differ between the ranks. They are compared by their text."""

@@ -42,7 +42,7 @@ def save(path: str | os.PathLike[str], run: PrivateRun, others: dict[str, Any]) 
     whole = {
         "model": run.model.state_dict(),
         "optimizer": run.optimizer.state_dict(),
-        "generators": run._ranks.from_all(get_generators()),
+        "generators": run._ranks.everyone(get_generators()),
         "others": {name: thing.state_dict() for name, thing in others.items()},
     }
     _write(path, run, whole)

@@ -174,12 +174,14 @@ class ConvGrad:
         """Squared norms and ``(Σ_t ‖δ_t‖ ‖patch_t‖)²``."""
         terms = self.positions + summation_depth(self.backprops.shape[1])
         terms += summation_depth(self.inputs.shape[1]) + math.prod(self.module.kernel_size)
+        patch = self.inputs.shape[1] * math.prod(self.module.kernel_size)
         norms, magnitudes, largest = self._gram_squared_norms()
         norms = recompute_if_doubtful(
             norms,
             magnitudes,
             largest,
             terms,
+            self.positions**2 * (self.backprops.shape[1] + patch + 1),
             lambda i: self.select(i).double()._gram_squared_norms()[0],
         )
         return norms, magnitudes
