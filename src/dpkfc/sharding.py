@@ -20,6 +20,17 @@ from torch import Tensor, nn
 from dpkfc.distributed import Ranks
 
 
+def reshard(model: nn.Module) -> None:
+    """Free gathered parameters, which FSDP2 keeps after an evaluation: `parameters()` are sharded.
+
+    All ranks may call this at any time between passes; nothing is sent.
+    """
+    for module in model.modules():
+        # a module that fully_shard was called on; its class is not imported for other models
+        if hasattr(module, "_get_fsdp_state"):
+            module.reshard()  # type: ignore[operator]
+
+
 def is_sharded(p: Tensor) -> bool:
     """True for a DTensor."""
     return hasattr(p, "device_mesh")

@@ -121,6 +121,7 @@ def train(
     policy: MixedPrecisionPolicy | None = None,
     more: int = 0,
     noise: str = "banded",
+    evaluate: bool = False,
     **options: Any,
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
     """Weights and sums after six steps; `mesh` None is one process without FSDP2."""
@@ -134,13 +135,16 @@ def train(
         if name not in ("tied", "container"):
             fully_shard(next(model.children()), mesh=over, **extra)
         fully_shard(model, mesh=over, **extra)
+    stepped = OPTIMIZERS[optimizer](model.parameters())
     data = records()
+    if evaluate:
+        evaluation(model, data)
     if more == 0:
         data = TensorDataset(*(column[:-1] for column in data.tensors))
     run = begin(
         model,
         data,
-        OPTIMIZERS[optimizer](model.parameters()),
+        stepped,
         noise=noise_of(noise),
         steps=6,
         batch_size=8,
@@ -148,10 +152,17 @@ def train(
         **options,
     )
     sums, _ = record_noise(run)
+    if evaluate:
+        run.after_step(lambda: evaluation(model, data))
     loop(run, model)
     weights = [whole(p) for p in model.parameters()]
     run.detach()
     return weights, sums
+
+
+def evaluation(model: nn.Module, data: TensorDataset) -> None:
+    with torch.no_grad():
+        model(data.tensors[0])
 
 
 def same(ours: list[Tensor], theirs: list[Tensor], atol: float = 1e-4) -> None:
@@ -166,6 +177,23 @@ def test_layers(name: str, two: Job) -> None:
         same(own_weights, weights)
         for own, other in zip(own_sums, sums, strict=True):
             same(own, other, atol=1e-5)
+
+
+def test_evaluations_in_between(two: Job) -> None:
+    """After a pass without gradients FSDP2 leaves the parameters of the model itself gathered."""
+    weights, _ = train("convolutions", None, geometry=probed(), evaluate=True)
+    plain, _ = train("convolutions", None, evaluate=True)
+    assert any((x - y).abs().max() > 1e-2 for x, y in zip(weights, plain, strict=True))
+    for own, _ in two(train_probed, "convolutions", (2,), evaluate=True):
+        same(own, weights)
+
+
+def probed() -> Any:
+    return dpkfc.KFC(dpkfc.probes.PinkNoise(shape=(2, 6, 6), classes=CLASSES), every=1)
+
+
+def train_probed(*args: Any, **options: Any) -> tuple[list[Tensor], list[list[Tensor]]]:
+    return train(*args, geometry=probed(), **options)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adambc"])

@@ -53,7 +53,7 @@ from dpkfc.per_sample.rounding import full_precision
 from dpkfc.planning.plan import Plan
 from dpkfc.random import first_key, next_key, sub_key
 from dpkfc.sampling import CyclicPoisson
-from dpkfc.sharding import is_sharded, owned_ranges
+from dpkfc.sharding import is_sharded, owned_ranges, reshard
 
 SECRET_CHECKS = 3  # steps after the first at which model and loss are checked again
 
@@ -359,6 +359,8 @@ class PrivateRun:
                 raise guards.checkpoint_not_continued_elsewhere(folder)
             if claimed is None and "seed" not in self.plan.unchecked:
                 self._salt = self._ranks.on_first(lambda: os.urandom(32))
+        if self._sharded:
+            reshard(self.model)
         if self._expected_weights is not None:
             guards.same_weights(self._weights_digest(), self._expected_weights, self.charged)
             self._expected_weights = None
