@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dpkfc
-from dpkfc import clipping, sampling
+from dpkfc import chacha, clipping, sampling
 from dpkfc import random as rng
 from dpkfc.accounting.ledger import Ledger
 from dpkfc.app.readers.sources import Loaded
@@ -576,15 +576,14 @@ class Driven:
     word = 0
     tail = 0
 
-    def __init__(self, *_: Any) -> None: ...
+    def __init__(self, algorithm: Any, mode: Any) -> None:
+        self._of_tail = any(algorithm.nonce[8:])  # the words before are the counter
 
     def encryptor(self) -> Driven:
         return self
 
     def update_into(self, data: Any, buffer: Any) -> int:
-        word = (
-            self.tail if len(data) == 16 else self.word
-        )  # a block of the cipher: no lane here is as short
+        word = self.tail if self._of_tail else self.word
         buffer[: len(data)] = word.to_bytes(4, "little") * (len(data) // 4)
         return len(data)
 
@@ -599,7 +598,7 @@ class Driven:
 def test_the_tail_of_the_noise_is_not_cut(
     word: int, tail: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kills: random.py `_lane_of_normals` without `_refine_tail_`, or with radii or normals
+    """Kills: normals.py `cpu_normals` without `_refine_tail_`, or with radii or normals
     clamped at 5.8, 6.5 or 7.5; `_refine_tail_` that adds no fraction; step.py `release` or
     `add_lanes_` that clamps the noise.
 
@@ -608,7 +607,7 @@ def test_the_tail_of_the_noise_is_not_cut(
     """
     monkeypatch.setattr(Driven, "word", word)
     monkeypatch.setattr(Driven, "tail", tail)
-    monkeypatch.setattr(rng, "Cipher", Driven)
+    monkeypatch.setattr(chacha, "Cipher", Driven)
     u = word + (
         (tail + 0.5) / 2**32 if word < 2**12 else 0.5
     )  # small ones have 32 bits more behind them
