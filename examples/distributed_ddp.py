@@ -13,7 +13,7 @@ first rank.
 Prints, on the first rank, the number of ranks, the test accuracy and the epsilon spent:
 
     2 ranks, 225 steps
-    test accuracy 0.933  epsilon 2.999962039949833
+    test accuracy 0.947  epsilon 2.999962039949833
 
 The noise is secret and differs in every run, so the accuracy differs too.
 

@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+
+from dpkfc.engine.run import PrivateRun
 
 ROOT = Path(__file__).parents[2]
 CALL = "import importlib, sys; importlib.import_module(sys.argv[1]).work(sys.argv[2])"
@@ -27,7 +30,7 @@ def environment(**more: str) -> dict[str, str]:
     }
 
 
-def launch(command: list[str], count: int = 2, timeout: float = 300) -> list[str]:
+def launch(command: list[str], count: int = 2, timeout: float = 600) -> list[str]:
     """Run `command` once per rank; returns what each rank printed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -69,3 +72,17 @@ def results_of(module: str, folder: Path, count: int = 2) -> list[dict[str, Any]
 
 def keep(folder: Path | str, results: dict[str, Any]) -> None:
     torch.save(results, Path(folder) / f"rank{os.environ['RANK']}.pt")
+
+
+def batch_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the size of each logical batch that a run of this process begins."""
+    sizes: list[int] = []
+    begin = PrivateRun._begin_batch
+
+    def begin_batch(run: PrivateRun, chunk: Any, batch: Any) -> None:
+        if chunk.first:
+            sizes.append(chunk.drawn)
+        begin(run, chunk, batch)
+
+    monkeypatch.setattr(PrivateRun, "_begin_batch", begin_batch)
+    return sizes

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.ranks import environment, keep, results_of
+from tests.integrations.ranks import batch_sizes, environment, keep, results_of
 from torch.utils.data import DataLoader
 
 import dpkfc
@@ -182,9 +182,11 @@ def check_same(got: list[dict[str, Any]], alone: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_weights_steps_epsilon_and_validation_are_those_of_one_process(
-    case: str, ranks: list[dict[str, Any]]
+    case: str, ranks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sizes = batch_sizes(monkeypatch)
     alone = trained(case)
+    assert case != "uneven and empty" or {0, 1, 2, 3} <= set(sizes)
     check_same([rank[case] for rank in ranks], alone)
     assert alone["batch_size"] == CASES[case][2]
     assert alone["logged"] >= alone["epsilon"]
