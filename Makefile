@@ -32,6 +32,8 @@ bench: $(VENV)/.bench  ## step time and memory beside ordinary training and Opac
 	$(RUN) -m benchmarks.noise
 	$(RUN) -m benchmarks.planning
 	$(RUN) -m benchmarks.sampling
+	$(RUN) -m benchmarks.distributed --json benchmarks/results/distributed.json
+	$(RUN) -m benchmarks.scaling_model
 
 docs: $(VENV)/.docs  ## the documentation as pages, in site/
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
