@@ -54,6 +54,7 @@ def check_model(model: nn.Module, ranks: Ranks = ALONE) -> None:
     """Refuse, by name and with the fix, what no per-sample gradient can make private."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    sharding.reshard(model)
     if any(isinstance(h, Hook) and h.active for h in model._forward_pre_hooks.values()):
         raise PrivacyError(
             "the model is already private: call detach() on the run of the earlier make_private"

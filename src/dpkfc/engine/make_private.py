@@ -30,7 +30,7 @@ from dpkfc.planning.choose_noise import Noise, choose
 from dpkfc.planning.plan import Plan, batches
 from dpkfc.probes.public import check_apart
 from dpkfc.sampling import check_slots
-from dpkfc.sharding import is_sharded, reshard, tensors_to_copy
+from dpkfc.sharding import is_sharded, tensors_to_copy
 
 
 def make_private(
@@ -123,7 +123,6 @@ def make_private(
     assert batch_size is not None
     ranks = current_ranks()
     model = unwrapped(model)
-    reshard(model)
     check_model(model, ranks)
     check_optimizer(model, optimizer)
     _check_sharded(model, declared_loss, geometry)
