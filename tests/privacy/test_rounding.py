@@ -23,7 +23,7 @@ from dpkfc.geometry.kronecker import KroneckerMap
 from dpkfc.per_sample.base import IDENTITY_MAP
 from dpkfc.per_sample.combine import combine
 from dpkfc.per_sample.outer import OuterProductGrad
-from dpkfc.per_sample.rounding import squared_norm
+from dpkfc.per_sample.rounding import full_precision, squared_norm
 from dpkfc.per_sample.rows import RowSparseGrad
 
 ULP = 2.0**-23
@@ -279,3 +279,17 @@ def test_a_map_that_enlarges_much_does_not_hide_what_it_enlarges() -> None:
 def test_a_clip_as_small_as_rounding_is_refused() -> None:
     with pytest.raises(ValueError, match="clip=1e-09: at least 1e-06"):
         dpkfc.Plan.make(records=100, batch_size=10, steps=1, clip=1e-9, epsilon=1.0, delta=1e-3)
+
+
+def test_norms_ignore_a_low_precision_of_products() -> None:
+    """2. `set_float32_matmul_precision("medium")` lets some processors multiply in bfloat16."""
+    backend = torch.backends.mkldnn.matmul
+    assert not backend.fp32_precision == "bf16"
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert backend.fp32_precision == "bf16"
+        with full_precision(torch.device("cpu")):
+            assert backend.fp32_precision == "ieee"
+        assert backend.fp32_precision == "bf16"
+    finally:
+        torch.set_float32_matmul_precision("highest")

@@ -23,10 +23,13 @@ LARGE = 1e10  # above this squared factor, the square of the other one may under
 
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Disables autograd, autocast and TF32."""
+    """Disables autograd, autocast, and float32 products that are computed in TF32 or bfloat16."""
     stack = contextlib.ExitStack()
     if device.type == "cuda":
         stack.enter_context(_without_tf32())
+    elif any(_low_precision(backend) for backend in _cpu_products()):
+        # torch.set_float32_matmul_precision("medium"), on processors with bfloat16 products
+        stack.enter_context(_without_bfloat16())
     if torch.is_grad_enabled():
         stack.enter_context(torch.no_grad())
     if torch.is_autocast_enabled(device.type):
@@ -45,6 +48,27 @@ def _without_tf32() -> Iterator[None]:
     finally:
         for backend, allowed in zip(backends, before, strict=True):
             backend.allow_tf32 = allowed
+
+
+def _cpu_products() -> list[Any]:
+    mkldnn: Any = torch.backends.mkldnn
+    return [getattr(mkldnn, name) for name in ("matmul", "conv") if hasattr(mkldnn, name)]
+
+
+def _low_precision(backend: Any) -> bool:
+    return backend.fp32_precision in ("tf32", "bf16")
+
+
+@contextlib.contextmanager
+def _without_bfloat16() -> Iterator[None]:
+    changed = [(each, each.fp32_precision) for each in _cpu_products() if _low_precision(each)]
+    try:
+        for backend, _ in changed:
+            backend.fp32_precision = "ieee"
+        yield
+    finally:
+        for backend, before in changed:
+            backend.fp32_precision = before
 
 
 def at_least_float32(x: Tensor) -> Tensor:
