@@ -284,7 +284,7 @@ def test_a_clip_as_small_as_rounding_is_refused() -> None:
 def test_norms_ignore_a_low_precision_of_products() -> None:
     """2. `set_float32_matmul_precision("medium")` lets some processors multiply in bfloat16."""
     backend = torch.backends.mkldnn.matmul
-    assert not backend.fp32_precision == "bf16"
+    assert backend.fp32_precision != "bf16"
     try:
         torch.set_float32_matmul_precision("medium")
         assert backend.fp32_precision == "bf16"

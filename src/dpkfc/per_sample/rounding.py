@@ -19,6 +19,13 @@ from dpkfc.clipping import MARGIN
 
 BLOCK = 512  # products that are added up at a time, unless one record has more
 DOUBTFUL = 0.02  # recompute a squared norm in float64 if its error may exceed this fraction of it
+# float32 products of the CPU, and settings with which they are computed in fewer digits
+CPU_PRODUCTS: list[Any] = [
+    getattr(torch.backends.mkldnn, name)
+    for name in ("matmul", "conv")
+    if hasattr(torch.backends.mkldnn, name)
+]
+LOW_PRECISION = ("tf32", "bf16")
 LARGE = 1e10  # above this squared factor, the square of the other one may underflow in float32
 
 
@@ -27,7 +34,7 @@ def full_precision(device: torch.device) -> contextlib.AbstractContextManager[ob
     stack = contextlib.ExitStack()
     if device.type == "cuda":
         stack.enter_context(_without_tf32())
-    elif any(_low_precision(backend) for backend in _cpu_products()):
+    elif any(backend.fp32_precision in LOW_PRECISION for backend in CPU_PRODUCTS):
         # torch.set_float32_matmul_precision("medium"), on processors with bfloat16 products
         stack.enter_context(_without_bfloat16())
     if torch.is_grad_enabled():
@@ -50,18 +57,9 @@ def _without_tf32() -> Iterator[None]:
             backend.allow_tf32 = allowed
 
 
-def _cpu_products() -> list[Any]:
-    mkldnn: Any = torch.backends.mkldnn
-    return [getattr(mkldnn, name) for name in ("matmul", "conv") if hasattr(mkldnn, name)]
-
-
-def _low_precision(backend: Any) -> bool:
-    return backend.fp32_precision in ("tf32", "bf16")
-
-
 @contextlib.contextmanager
 def _without_bfloat16() -> Iterator[None]:
-    changed = [(each, each.fp32_precision) for each in _cpu_products() if _low_precision(each)]
+    changed = [(each, each.fp32_precision) for each in CPU_PRODUCTS]
     try:
         for backend, _ in changed:
             backend.fp32_precision = "ieee"
