@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpkfc.errors import CaptureError, PrivacyError
 from dpkfc.per_sample.base import HookedModule
+from dpkfc.sharding import is_sharded
 
 
 @contextlib.contextmanager
@@ -64,7 +65,12 @@ def run_under_vmap(
         except PrivacyError as problem:
             where = f"module '{hooked.name}' ({type(module).__name__})"
             raise PrivacyError(f"{where}: {problem}") from problem
-    names, tensors = list(copies), list(copies.values())
+    tensors = list(copies.values())
+    # FSDP2 replaces a sharded parameter by the gathered one while the module runs
+    present = [
+        module.get_parameter(name) if is_sharded(hooked.params[name]) else hooked.params[name]
+        for name in copies
+    ]
     leaves, spec = tree_flatten((args, kwargs))
     shared_mask = _shared_attention_mask(module, args, kwargs)
     is_shared = [
@@ -92,7 +98,7 @@ def run_under_vmap(
         call_args, call_kwargs = tree_unflatten(
             [next(own) if k else x for x, k in zip(leaves, rows, strict=True)], spec
         )
-        replacement = {id(hooked.params[name]): p for name, p in zip(names, params, strict=True)}
+        replacement = {id(before): p for before, p in zip(present, params, strict=True)}
         with params_replaced(module, replacement):
             out = forward(*call_args, **call_kwargs)
         output_tree[:] = tree_flatten(out)
