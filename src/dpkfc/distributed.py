@@ -14,7 +14,6 @@ does, such as charging the ledger, has happened before any other rank continues 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -58,7 +57,8 @@ class Ranks:
                 message = [("result", function())]
             except Exception as error:
                 problem, message = error, [("error", *_described(error))]
-        dist.broadcast_object_list(message, src=0, group=self.control, device=_CPU)
+        with _lost_ranks_in_words():
+            dist.broadcast_object_list(message, src=0, group=self.control, device=_CPU)
         kind, *content = message[0]
         if problem is not None:
             raise problem
@@ -70,7 +70,8 @@ class Ranks:
         """The values of all ranks, in their order: small ones, which are pickled."""
         values: list[Any] = [value] * self.count
         if self.count > 1:
-            dist.all_gather_object(values, value, group=self.control)
+            with _lost_ranks_in_words():
+                dist.all_gather_object(values, value, group=self.control)
         return values
 
     def total(self, counts: dict[str, int]) -> dict[str, int]:
@@ -132,10 +133,22 @@ class Ranks:
             problem = error
         self.agree(problem)
 
-    def same(self, **values: Any) -> None:
-        """Refuse values that differ between the ranks. They are compared by their text."""
-        if self.count > 1:
-            self.agree(None, **{name: _number(value) for name, value in values.items()})
+    def same(self, remedy: str, **values: Any) -> None:
+        """Refuse values that differ between the ranks. They are compared by their text.
+
+        Args:
+            remedy: what to do, at the end of the message.
+            values: by the names that the message uses.
+        """
+        if self.count == 1:
+            return
+        texts = {name: str(value) for name, value in values.items()}
+        everyone = self.everyone(texts)
+        different = [name for name in texts if any(each[name] != texts[name] for each in everyone)]
+        if different:
+            raise PrivacyError(
+                f"the ranks of this job have different {' and '.join(different)}: {remedy}"
+            )
 
     def sum_(self, tensors: dict[str, Tensor]) -> None:
         """Replace every tensor by its sum over the ranks: the same bits on all of them.
@@ -159,7 +172,8 @@ class Ranks:
     def largest_(self, numbers: Tensor) -> None:
         """Replace numbers on the CPU by the largest over the ranks, entry by entry."""
         if self.count > 1:
-            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.control)
+            with _lost_ranks_in_words():
+                dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.control)
 
     def copy_from_first_(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite the tensors with those of the first rank."""
@@ -201,9 +215,17 @@ def _error(rank: int, kind: str, message: str) -> Exception:
     return kinds.get(kind, RuntimeError)(f"rank {rank} stopped: {message}")
 
 
-def _number(value: Any) -> int:
-    """62 bits that differ if the values do."""
-    return int.from_bytes(hashlib.sha256(str(value).encode()).digest()[:8], "big") >> 2
+@contextlib.contextmanager
+def _lost_ranks_in_words() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as problem:  # also of the backends
+        raise RuntimeError(
+            "another rank has ended, or has not come to the same point of its program within the "
+            "time-out of the process group: all ranks must run the same loop, with the same number "
+            "of batches. Look at the errors of the other ranks. Nothing more is released "
+            f"({problem})"
+        ) from problem
 
 
 def buckets(tensors: Mapping[Key, Tensor]) -> Iterator[list[Key]]:

@@ -67,7 +67,8 @@ def no_new_parameters(model: nn.Module, known: Mapping[nn.Parameter, str]) -> No
             raise PrivacyError(
                 f"parameter '{name}' is trainable and was not in the model when it was made "
                 "private: it would be trained without clipping and noise. Build the whole model "
-                "first, then the optimizer, then call make_private; or set requires_grad=False"
+                "first (fully_shard replaces parameters too), then the optimizer, then call "
+                "make_private; or set requires_grad=False"
             )
 
 

@@ -115,18 +115,39 @@ def make_private(
     True
     """
     options = Options() if options is None else options
-    declared_loss = _read_loss(loss)
-    optimizer = _prepared_by_accelerate(optimizer)
-    source = read_source(dataset)
-    batch_size = source.batch_size if batch_size is None else batch_size
-    _check_arguments(optimizer, batch_size, records, max_physical_batch_size, ledger, options)
-    assert batch_size is not None
     ranks = current_ranks()
-    model = unwrapped(model)
-    check_model(model, ranks)
-    check_optimizer(model, optimizer)
-    _check_sharded(model, declared_loss, geometry)
-    ranks.same(records=(len(source), content_digest(source) if ranks.count > 1 else ""))
+    with ranks.together():
+        declared_loss = _read_loss(loss)
+        optimizer = _prepared_by_accelerate(optimizer)
+        source = read_source(dataset)
+        batch_size = source.batch_size if batch_size is None else batch_size
+        _check_arguments(optimizer, batch_size, records, max_physical_batch_size, ledger, options)
+        assert batch_size is not None
+        model = unwrapped(model)
+        check_model(model, ranks)
+        check_optimizer(model, optimizer)
+        _check_sharded(model, declared_loss, geometry)
+        content = content_digest(source) if ranks.count > 1 else ""
+    ranks.same(
+        "give every rank the whole data set; each batch is divided over the ranks",
+        records=(len(source), content),
+    )
+    ranks.same(
+        "call make_private on all ranks with the same arguments",
+        model=[(name, p.shape, p.requires_grad) for name, p in model.named_parameters()],
+        loss=declared_loss is None,
+        epsilon=epsilon,
+        delta=delta,
+        noise_multiplier=noise_multiplier,
+        epochs=epochs,
+        steps=steps,
+        batch_size=batch_size,
+        clip=clip,
+        records=records,
+        ledger=None if ledger is None else ledger.dataset,
+        max_physical_batch_size=max_physical_batch_size,
+        seed=seed,
+    )
     ranks.copy_from_first_(tensors_to_copy(model))
     geometry = Identity() if geometry is None else geometry
     public_data_checked = check_apart(geometry, source.dataset)
@@ -173,7 +194,7 @@ def make_private(
         )
         unchecked = tuple(what for what, is_unchecked in not_checked.items() if is_unchecked)
         plan = replace(plan, unchecked=unchecked)
-        ranks.same(plan=plan.to_json())
+        ranks.same("call make_private on all ranks with the same arguments", **plan.to_json())
         if plan.groups > 1:
             check_slots(len(source), plan.records)
         if isinstance(optimizer, NoiseAware):

@@ -102,6 +102,7 @@ class LogicalBatch:
     rates_at_partial_step: list[float] | None = None
     trace: LoopTrace | None = None  # if the loop is compared with the declared loss
     problem: PrivacyError | None = None  # for which all ranks will refuse the step
+    check_was_due: bool = False  # the same on all ranks
 
 
 class PrivateRun:
@@ -339,6 +340,7 @@ class PrivateRun:
         if chunk.first:
             self._drop_batch()
             self._begin_step(chunk.step)
+            self._batch.check_was_due = self._check_due
         else:
             if not self._accumulating:
                 self._absorb()  # a loop need not call step() between the parts of a batch
@@ -504,6 +506,9 @@ class PrivateRun:
         trainable = self._trainable()
         problem = self._problem_with_step(chunk)
         self._ranks.agree(problem, steps=self.charged, trainable_parameters=len(trainable))
+        if self._batch.check_was_due:
+            # all ranks check again if one could not tell: a loss may communicate
+            self._check_due = self._ranks.any(self._check_due)
         if list(trainable) != self._noised:
             # independent noise: nothing of the past is kept but the number of the next step
             state, self._noise = self._noise.state_dict(), self._noise_stream()

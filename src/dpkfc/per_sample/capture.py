@@ -547,8 +547,7 @@ def _refuse_unverifiable(hooked_modules: Iterable[HookedModule]) -> None:
             raise PrivacyError(
                 f"module '{hooked.name}' ({type(hooked.module).__name__}) has an adapter of its "
                 "own, which cannot be compared with autograd while its parameters are divided by "
-                "fully_shard: leave the module out of fully_shard, or name it in "
-                "Options(vmap_modules=[...])"
+                "fully_shard: name it in Options(vmap_modules=[...])"
             )
 
 
