@@ -28,10 +28,12 @@ import json
 import math
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -69,9 +71,16 @@ COUNTS = (1, 2)
 LAYOUTS = ("ddp", "fsdp")
 METHODS = ("ordinary", "dp-sgd", "dp-kfc")
 LIMIT = 1.1  # of the overhead on two processes, relative to that on one
+# records per rank; other workloads have their own
+BATCHES = {"vit": 16, "minilm": 4, "gpt2": 2}
 PATIENCE = 900  # seconds that a rank may take for a turn
 
 Figures = dict[str, Any]
+
+
+def workload_of(name: str) -> Workload:
+    workload = WORKLOADS[name]
+    return replace(workload, batch_size=BATCHES.get(name, workload.batch_size))
 
 
 # Arms: what one rank does.
@@ -109,7 +118,9 @@ def build(workload: Workload, layout: str, method: str, rank: int, count: int) -
         return Arm(ordinary_step(workload, model, optimizer, own))
     if method == "dp-sgd":
         return Arm(private_step(workload, model, optimizer, records, Identity(), count))
-    geometry = RefreshOnDemand(workload.probe, every=EVERY, loss=workload.probe_loss)
+    geometry = RefreshOnDemand(
+        workload.probe, every=EVERY, probes=workload.batch_size, loss=workload.probe_loss
+    )
     step = private_step(workload, model, optimizer, records, geometry, count)
 
     def refresh() -> None:
@@ -295,7 +306,7 @@ def _serve(rank: int, count: int, store: str, end: Connection) -> None:
     arms: dict[str, Arm] = {}
 
     def start(name: str, workload: str, layout: str, method: str, warmup: int) -> Figures:
-        arms[name] = build(WORKLOADS[workload], layout, method, rank, count)
+        arms[name] = build(workload_of(workload), layout, method, rank, count)
         timed(arms[name].step, warmup)
         return {}
 
@@ -348,7 +359,7 @@ def measure(
         "threads_per_process": 1,
         "backend": "gloo",
         "processes": list(COUNTS),
-        "batch_per_rank": {name: WORKLOADS[name].batch_size for name in workloads},
+        "batch_per_rank": {name: workload_of(name).batch_size for name in workloads},
         "refresh_every": EVERY,
         "processors": os.cpu_count(),
         "versions": versions(),
@@ -365,6 +376,7 @@ def measure_layout(
         jobs[count]("start", method, name, layout, method, warmup)
     turns: dict[tuple[int, str], list[Figures]] = {arm: [] for arm in arms}
     for number in range(rounds):
+        print(f"{name}, {layout}: round {number + 1} of {rounds}", file=sys.stderr)
         shift = number % len(arms)
         for count, method in [*arms[shift:], *arms[:shift]]:
             times = steps or WORKLOADS[name].steps

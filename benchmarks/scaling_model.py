@@ -33,8 +33,8 @@ Bytes that one device sends per step, in a ring:
   weights twice, 2 (n-1)/n · 4P; a refresh has 4 passes, which all devices run at the same time if
   n ≥ 4.
 
-Noise of one step: 186 integer operations per normal. DDP draws P normals on every device, because
-sending them would cost more than drawing them. FSDP2 draws P/n.
+Noise of one step: 186 integer operations per normal. With DDP every device computes P normals, so
+that no noise is sent; with FSDP2, P/n.
 
 Arithmetic of one step on one device, in floating-point operations:
 

@@ -12,12 +12,22 @@ from typing import Any
 import pytest
 import torch
 
+import dpkfc
+
 ROOT = Path(__file__).parents[1]
 
 
 sys.path.insert(0, str(ROOT))  # the benchmarks are not installed
 
-from benchmarks import device, growth, planning, sampling, speed  # noqa: E402
+from benchmarks import (  # noqa: E402
+    device,
+    distributed,
+    growth,
+    planning,
+    sampling,
+    scaling_model,
+    speed,
+)
 from benchmarks.workloads import WORKLOADS  # noqa: E402
 
 
@@ -175,6 +185,8 @@ def test_planning_refuses_a_folder_without_the_package(tmp_path: Path) -> None:
     done = bench("--before", str(tmp_path), module="planning")
     assert done.returncode == 2
     assert "there is no src/dpkfc in it" in done.stderr
+
+
 def test_sampling_has_figures_for_every_number_of_records(tmp_path: Path) -> None:
     file = tmp_path / "sampling.json"
     small = ["--records", "1000000", "1000000000", "--draws", "2"]
@@ -221,3 +233,96 @@ def test_the_operations_of_the_cipher_are_counted() -> None:
     # beside the cipher, each word is split into two halves: a shift and two masks
     assert cipher <= integer <= cipher + 3 * 3 / 2 + 1
     assert 5 < floating < 40
+
+
+def test_distributed_has_overheads_and_bytes_for_every_layout(tmp_path: Path) -> None:
+    file = tmp_path / "distributed.json"
+    done = bench("--json", str(file), "--quick", "--workloads", "mlp", module="distributed")
+    assert done.returncode == 0, done.stderr
+    assert "≤ 1.1?" in done.stdout
+    saved = json.loads(file.read_text())
+    assert set(saved) == {"workloads", "settings"}
+    assert list(saved["workloads"]["mlp"]) == ["ddp", "fsdp"]
+    model = WORKLOADS["mlp"].build()
+    size = 4 * sum(p.numel() for p in model.parameters())
+    # one all-reduce; two all-gathers and a reduce-scatter; of half of the bytes on two ranks
+    expected = {"ddp": 2 * size / 2, "fsdp": 3 * size / 2}
+    for layout, methods in saved["workloads"]["mlp"].items():
+        assert list(methods) == list(distributed.METHODS)
+        for method, by_processes in methods.items():
+            alone, two = by_processes["1"], by_processes["2"]
+            assert alone["bytes"] == alone["control_bytes"] == 0
+            assert two["bytes"] == expected[layout], (layout, method)
+            assert two["control_bytes"] == (0 if method == "ordinary" else 40)
+            assert method != "ordinary" or (alone["overhead"], two["overhead"]) == (1, 1)
+            assert two["overhead"] > 0
+
+
+def test_bytes_of_collectives() -> None:
+    """Of a whole tensor of 120 bytes on three ranks, of which a rank has 40."""
+    once = 80
+    assert distributed.sent_bytes("allreduce_", 120, 3) == pytest.approx(2 * once)
+    assert distributed.sent_bytes("_allgather_base_", 160, 3) == pytest.approx(once)
+    assert distributed.sent_bytes("_reduce_scatter_base_", 160, 3) == pytest.approx(once)
+    assert distributed.sent_bytes("all_gather_into_tensor", 40, 3) == pytest.approx(once)
+    assert distributed.sent_bytes("reduce_scatter_tensor", 120, 3) == pytest.approx(once)
+    with pytest.raises(NotImplementedError, match="alltoall_base_"):
+        distributed.sent_bytes("alltoall_base_", 120, 3)
+
+
+def test_overheads_are_medians_over_rounds_of_ratios_within_a_round() -> None:
+    private = [{"seconds": s, "refresh": 50.0} for s in (1.0, 20.0, 3.0)]
+    ordinary = [{"seconds": s, "refresh": 0.0} for s in (1.0, 10.0, 1.0)]
+    figures = distributed.overhead(private, ordinary)
+    assert figures["overhead"] == pytest.approx(2.1)  # of 2, 2.1 and 4
+    assert figures["overhead_without_refresh"] == 2.0
+    assert figures["refresh_in_steps"] == 50.0
+
+
+def test_the_cost_model_counts_the_shapes_of_a_real_model() -> None:
+    """A small model of the same kind, built."""
+    transformers = pytest.importorskip("transformers")
+    shape = scaling_model.Transformer("small", 100, 32, 48, 16, 3)
+    config = transformers.LlamaConfig(
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    assert shape.parameters() == sum(p.numel() for p in model.parameters())
+    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    assert sorted((x.outputs, x.inputs) for x in shape.linears()) == sorted(
+        (m.out_features, m.in_features) for m in linears
+    )
+    entering: dict[int, torch.Tensor] = {}  # all are kept, so that no id is used again
+    for layer in linears:
+        layer.register_forward_pre_hook(lambda _, args: entering.update({id(args[0]): args[0]}))
+    model(torch.zeros(1, 2, dtype=torch.long))
+    assert shape.inputs() == sum(x.shape[-1] for x in entering.values())
+
+
+def test_the_cost_model_has_the_operations_of_the_noise_and_the_defaults_of_kfc() -> None:
+    integer, _ = device.operations_per_normal()
+    assert integer == scaling_model.INTEGER_OPERATIONS
+    geometry = dpkfc.KFC()
+    assert geometry.max_factor == scaling_model.MAX_FACTOR
+    assert scaling_model.Setting.rank == geometry.rank
+    assert geometry.every == scaling_model.EVERY
+    tokens = dpkfc.probes.Tokens(1000, scaling_model.Setting.tokens)
+    assert tokens.count == scaling_model.PROBES
+
+
+def test_the_cost_model_counts_the_buffers_of_correlated_noise() -> None:
+    bands = scaling_model.Setting.bands
+    factorization = dpkfc.noise.BandedToeplitz(bands).factorize(
+        dpkfc.noise.Workload.sgd(momentum=0.9), 40, 20
+    )
+    stream = factorization.stream([range(7)], torch.device("cpu"))
+    held = stream.state_dict()["past"]
+    small = scaling_model.Transformer("small", 100, 32, 48, 16, 3)
+    cost = scaling_model.Cost(small, 4, sharded=True)
+    assert held.numel() == 7 * (bands - 1)
+    assert cost.correlated() == 4 * (bands - 1) * small.parameters() / 4

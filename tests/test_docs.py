@@ -7,8 +7,12 @@ warnings, contains every page and loads nothing from other hosts.
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import runpy
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
@@ -207,6 +211,54 @@ def public_names(module: ModuleType) -> list[str]:
         for name in listed
         if name[0] != "_" and not isinstance(getattr(module, name), ModuleType)
     ]
+
+
+def test_the_tables_of_the_cost_model_are_its_output() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.scaling_model"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    printed = re.findall(r"(?:^\|.*\n)+", done.stdout, re.MULTILINE)
+    assert len(printed) == 5
+    page = (DOCS / "scaling.md").read_text()
+    assert [table for table in printed if table not in page] == []
+
+
+def test_the_table_of_overheads_is_that_of_the_recorded_run() -> None:
+    recorded = json.loads((DOCS / "results" / "distributed.json").read_text())
+    page = (DOCS / "scaling.md").read_text()
+    rows = 0
+    for name, layouts in recorded["workloads"].items():
+        for layout, methods in layouts.items():
+            for method in ("dp-sgd", "dp-kfc"):
+                one, two = (methods[method][count] for count in ("1", "2"))
+                figures = (
+                    one["overhead"],
+                    two["overhead"],
+                    two["overhead"] / one["overhead"],
+                    two["bytes"] / 1e6,
+                    methods["ordinary"]["2"]["bytes"] / 1e6,
+                )
+                cells = [name, layout, method, *(f"{figure:.2f}" for figure in figures)]
+                assert f"| {' | '.join(cells)} |" in page
+                rows += 1
+    assert rows >= 8
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_the_script_for_several_devices_runs_under_torchrun(layout: str, tmp_path: Path) -> None:
+    code, shown = BLOCK.findall((DOCS / "scaling.md").read_text())[0]
+    (tmp_path / "train.py").write_text(code)
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", *launch],
+        cwd=tmp_path,
+        env=os.environ | {"LAYOUT": layout, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == shown
 
 
 class Page(HTMLParser):
