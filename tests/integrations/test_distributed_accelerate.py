@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.ranks import batch_sizes, keep, results_of
+from tests.integrations.launching import batch_sizes, keep, results_of
 from torch import Tensor
 from torch.utils.data import DataLoader
 

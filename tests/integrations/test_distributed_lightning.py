@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.ranks import batch_sizes, environment, keep, results_of
+from tests.integrations.launching import batch_sizes, environment, keep, results_of
 from torch.utils.data import DataLoader
 
 import dpkfc

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.ranks import batch_sizes, keep, results_of
+from tests.integrations.launching import batch_sizes, keep, results_of
 from tests.integrations.test_transformers import (
     CLIP,
     MeanOverTokens,
