@@ -219,7 +219,8 @@ def _lost_ranks_in_words() -> Iterator[None]:
         raise RuntimeError(
             "another rank has ended, or has not come to the same point of its program within the "
             "time-out of the process group: all ranks must run the same loop, with the same number "
-            f"of batches. Look at the errors of the other ranks. Nothing more is released ({problem})"
+            "of batches. Look at the errors of the other ranks. Nothing more is released "
+            f"({problem})"
         ) from problem
 
 

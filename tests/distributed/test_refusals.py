@@ -27,7 +27,6 @@ from dpkfc.per_sample.registry import LayerAdapter
 from tests.distributed.training import (
     FEATURES,
     RECORDS,
-    STEPS,
     begin,
     loop,
     loss_of,
@@ -429,7 +428,7 @@ def train_with_nan(layout: str, batch_size: int) -> tuple[list[list[Tensor]], in
     """The sums of all steps; the placeholders that were not finite; the records that were not."""
     data = records()
     data.tensors[0][::2] = float("nan")
-    model, called = layout_of(layout)
+    _, called = layout_of(layout)
     run = begin(called, data, batch_size=batch_size)
     sums, _ = record_noise(run)
     placeholders = 0
