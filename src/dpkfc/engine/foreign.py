@@ -66,7 +66,7 @@ def _before_module(module: nn.Module, args: Any) -> None:
         return
     if not module._parameters or not torch.is_grad_enabled():
         return
-    for run in (run for run in _iterating if run.batch_open):
+    for run in (run for run in _snapshot(_iterating) if run.batch_open):
         for name, p in module._parameters.items():
             trainable = isinstance(p, nn.Parameter) and p.requires_grad
             if p is not None and trainable and not _is_private(p):
@@ -75,13 +75,26 @@ def _before_module(module: nn.Module, args: Any) -> None:
 
 def _is_private(p: nn.Parameter) -> bool:
     """True if some run clips and noises the parameter."""
-    return any(run.owns(p) for run in _live)
+    return any(run.owns(p) for run in _snapshot(_live))
+
+
+def _snapshot(runs: weakref.WeakSet[PrivateRun]) -> list[PrivateRun]:
+    """The runs in the set now.
+
+    The garbage collector may end an abandoned iteration at any time, also while the set is read.
+    """
+    while True:
+        try:
+            return list(runs)
+        except RuntimeError:  # the set changed its size
+            continue
 
 
 def _before_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Refuse an optimizer outside any private run that would step foreign parameters."""
-    runs = [run for run in _live if run._foreign]
-    if not runs or any(optimizer is run.optimizer for run in _live if not run.detached):
+    live = _snapshot(_live)
+    runs = [run for run in live if run._foreign]
+    if not runs or any(optimizer is run.optimizer for run in live if not run.detached):
         return
     for run in runs:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
