@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PATIENCE = 240  # seconds, also on a busy machine
+PATIENCE = 120  # seconds, also on a busy machine
 
 
 class Job:
@@ -48,11 +49,15 @@ class Job:
         """("result", value) or ("error", traceback) of every rank."""
         for end in self._ends:
             end.send((function, args, kwargs))
-        outcomes = []
-        for rank, end in enumerate(self._ends):
-            assert end.poll(PATIENCE), f"rank {rank} has not answered"
-            outcomes.append(end.recv())
-        return outcomes
+        answers = {}
+        deadline = time.monotonic() + PATIENCE
+        while len(answers) < len(self._ends) and time.monotonic() < deadline:
+            for rank, end in enumerate(self._ends):
+                if rank not in answers and end.poll(0.01):
+                    answers[rank] = end.recv()
+        silent = set(range(len(self._ends))) - set(answers)
+        assert not silent, f"ranks {silent} have not answered; the others: {answers}"
+        return [answers[rank] for rank in range(len(self._ends))]
 
     def __enter__(self) -> Job:
         return self
