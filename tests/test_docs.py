@@ -232,14 +232,17 @@ def test_the_table_of_overheads_is_that_of_the_recorded_run() -> None:
         for layout, methods in layouts.items():
             for method in ("dp-sgd", "dp-kfc"):
                 one, two = (methods[method][count] for count in ("1", "2"))
+                overheads = [
+                    f"{each['overhead']:.2f} ({each['quartiles'][0]:.2f} to "
+                    f"{each['quartiles'][1]:.2f})"
+                    for each in (one, two)
+                ]
                 figures = (
-                    one["overhead"],
-                    two["overhead"],
                     two["overhead"] / one["overhead"],
                     two["bytes"] / 1e6,
                     methods["ordinary"]["2"]["bytes"] / 1e6,
                 )
-                cells = [name, layout, method, *(f"{figure:.2f}" for figure in figures)]
+                cells = [name, layout, method, *overheads, *(f"{x:.2f}" for x in figures)]
                 assert f"| {' | '.join(cells)} |" in page
                 rows += 1
     assert rows >= 8

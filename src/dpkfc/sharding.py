@@ -11,10 +11,12 @@ All functions accept ordinary parameters too, of which every rank holds the whol
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpkfc.distributed import Ranks
@@ -82,14 +84,39 @@ def owned_ranges(params: Iterable[nn.Parameter]) -> list[range]:
     return ranges
 
 
-def sum_over_ranks(p: Tensor, full: Tensor) -> Tensor:
-    """This rank's part of the sum over all ranks, for a sharded parameter: a reduce-scatter."""
-    from torch.distributed.tensor import DTensor, Partial
+def sum_over_ranks(full: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+    """This rank's parts of the sums over all ranks, for sharded parameters of one mesh and dtype.
 
-    placed: Any = p
-    mesh = placed.device_mesh
-    partial = DTensor.from_local(full, mesh, [Partial()] * mesh.ndim, run_check=False)
-    return partial.redistribute(placements=placed.placements).to_local()
+    All of them are sent in one reduce-scatter, because many small ones would each wait for all
+    ranks. With HSDP, an all-reduce over the copies of the model follows.
+    """
+    mesh = mesh_of(next(iter(full)))
+    *copies, sharded = range(mesh.ndim)
+    count = mesh.size(sharded)
+    # [ranks, numbers of a rank]; the last ranks' rows are padded, as FSDP2 divides them
+    together = torch.cat([_rows_by_rank(x, count) for x in full.values()], dim=1)
+    sums = together.new_empty(together.shape[1])
+    dist.reduce_scatter_tensor(sums, together.flatten(), group=mesh.get_group(sharded))
+    for dim in copies:
+        dist.all_reduce(sums, group=mesh.get_group(dim))
+    parts = {}
+    for p, part in zip(full, sums.split(_sizes_by_rank(full.values(), count)), strict=True):
+        start, stop = own_rows(p)
+        shape = (stop - start, *p.shape[1:])
+        # a copy: a view would keep the whole bucket
+        parts[p] = part[: math.prod(shape)].view(shape).clone()
+    return parts
+
+
+def _rows_by_rank(x: Tensor, count: int) -> Tensor:
+    """[rows, ...] as [count, numbers of the rows of each rank], padded with zeros."""
+    rows = x.reshape(len(x), -1)
+    missing = -len(rows) % count
+    return nn.functional.pad(rows, (0, 0, 0, missing)).view(count, -1)
+
+
+def _sizes_by_rank(tensors: Iterable[Tensor], count: int) -> list[int]:
+    return [-(-len(x) // count) * (x.numel() // len(x)) for x in tensors]
 
 
 def tensors_to_copy(model: nn.Module) -> list[Tensor]:

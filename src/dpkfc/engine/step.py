@@ -25,20 +25,27 @@ longer cancels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from dpkfc.clipping import ROUNDING
-from dpkfc.distributed import ALONE, Ranks
+from dpkfc.distributed import ALONE, BUCKET, Ranks
 from dpkfc.noise.grid import round_to_grid_
 from dpkfc.noise.stream import Stream
 from dpkfc.per_sample.base import LinearMap, ParamKey, PerSampleGrad, PreconditionerOf
 from dpkfc.per_sample.capture import CapturedGrads
 from dpkfc.per_sample.rounding import at_least_float32, branches_are_cheap
-from dpkfc.sharding import is_sharded, like_parameter, local, sum_over_ranks, zeros_of
+from dpkfc.sharding import (
+    is_sharded,
+    like_parameter,
+    local,
+    mesh_of,
+    sum_over_ranks,
+    zeros_of,
+)
 
 Sums = dict[ParamKey, list[Tensor]]
 
@@ -110,17 +117,18 @@ def sharded_sums(
     sum_of: Callable[[ParamKey], list[Tensor]],
     params: Iterable[nn.Parameter],
 ) -> Sums:
-    """Form the sums one layer at a time, add them up over the ranks, and keep this rank's part.
+    """Form the sums layer by layer, add them up over the ranks, and keep this rank's part.
 
-    All ranks go through all parameters in the same order, whatever their samples used.
+    Sums are sent when those of a few layers fill a bucket. All ranks go through all parameters in
+    the same order, whatever their samples used.
     """
     keys_of: dict[nn.Parameter, list[ParamKey]] = {}
     for key in keys:
         for p in key:
             keys_of.setdefault(p, []).append(key)
     formed: dict[ParamKey, dict[nn.Parameter, Tensor]] = {}
-    sums: Sums = {}
-    for p in params:
+
+    def total_of(p: nn.Parameter) -> Tensor:
         total = None
         for key in keys_of.get(p, ()):
             if key not in formed:
@@ -130,8 +138,31 @@ def sharded_sums(
         if total is None:
             dtype = at_least_float32(local(p.detach())).dtype
             total = torch.zeros(p.shape, dtype=dtype, device=p.device)
-        sums[p,] = [sum_over_ranks(p, total)]
+        return total
+
+    sums: Sums = {}
+    for bucket in buckets_of_sums(params, total_of):
+        sums |= {(p,): [part] for p, part in sum_over_ranks(bucket).items()}
     return sums
+
+
+def buckets_of_sums(
+    params: Iterable[nn.Parameter], total_of: Callable[[nn.Parameter], Tensor]
+) -> Iterator[dict[nn.Parameter, Tensor]]:
+    """The totals in order, cut where a bucket is full, or where the mesh or the dtype changes."""
+    bucket: dict[nn.Parameter, Tensor] = {}
+    size = 0
+    kind = None
+    for p in params:
+        total = total_of(p)
+        own_size, own_kind = total.numel() * total.element_size(), (mesh_of(p), total.dtype)
+        if bucket and (own_kind != kind or size + own_size > BUCKET):
+            yield bucket
+            bucket, size = {}, 0
+        bucket[p], kind = total, own_kind
+        size += own_size
+    if bucket:
+        yield bucket
 
 
 def clip_factors(
