@@ -33,6 +33,12 @@ def reshard(model: nn.Module) -> None:
             module.reshard()  # type: ignore[operator]
 
 
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of the module before fully_shard, which puts a subclass in its place."""
+    kind = type(module)
+    return kind.__bases__[1] if hasattr(module, "_get_fsdp_state") else kind
+
+
 def is_sharded(p: Tensor) -> bool:
     """True for a DTensor."""
     return hasattr(p, "device_mesh")

@@ -45,6 +45,7 @@ def test_weights_are_those_of_one_process(
     request: pytest.FixtureRequest,
 ) -> None:
     one = alone(geometry, noise, batches)
+    record = 0.7 / BATCHES[batches].get("batch_size", 12)  # what a record can contribute
     assert one.steps == STEPS
     ranks: list[Released] = request.getfixturevalue(job)(
         train, layout, geometry, noise, **BATCHES[batches]
@@ -57,7 +58,8 @@ def test_weights_are_those_of_one_process(
             for own, other in zip(each.noise[step], one.noise[step], strict=True):
                 assert torch.equal(own, other), "noise is the same bits"
             for own, other in zip(each.sums[step], one.sums[step], strict=True):
-                torch.testing.assert_close(own, other, rtol=1e-4, atol=2e-6)
+                # on the scale of one record: maps and weights of earlier steps are rounded too
+                torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4 * record)
         for own, other, first in zip(each.weights, one.weights, ranks[0].weights, strict=True):
             torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
             assert torch.equal(own, first), "the ranks do not drift apart"

@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import dpkfc
+from dpkfc.per_sample.capture import GradientCapture
+from dpkfc.probes.infer import infer_probe
 from ranks import Job
 
 N, CLASSES = 40, 3
@@ -248,6 +250,21 @@ def parts(name: str) -> tuple[int, int, int]:
     buffers = run._noise._past.shape[1]
     run.detach()
     return held, buffers, sum(p.numel() for p in model.parameters())
+
+
+def inferred() -> tuple[int, int]:
+    model = nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, CLASSES))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    probe = infer_probe(model)
+    assert isinstance(probe, dpkfc.probes.Tabular)
+    return probe.features, len(GradientCapture(model).hooked_modules)
+
+
+def test_layers_are_known_by_their_own_class(two: Job) -> None:
+    """fully_shard puts a subclass in the place of a module's class."""
+    assert two(inferred) == [(7, 2), (7, 2)]
 
 
 def test_everything_stays_sharded(two: Job) -> None:

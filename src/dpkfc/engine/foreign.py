@@ -98,7 +98,7 @@ def _before_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None
         return
     for run in runs:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
-            if p.grad is not None and p in run._foreign:
+            if p.grad is not None and p in run._foreign and not _is_private(p):
                 raise PrivacyError(
                     f"{type(optimizer).__name__} is about to train {run._foreign[p]} of shape "
                     f"{list(p.shape)}, which was used on a private batch and is not part of a "

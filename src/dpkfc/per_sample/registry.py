@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from dpkfc.per_sample.base import KroneckerForm, LayerAdapter, LayerCall
+from dpkfc.sharding import class_of
 
 __all__ = ["KroneckerForm", "LayerAdapter", "LayerCall", "adapter_for", "register_layer"]
 
@@ -96,7 +97,8 @@ def mark_built_in() -> None:
 
 def _matches(module: nn.Module, kind: type[nn.Module] | str) -> bool:
     if isinstance(kind, str):
-        return f"{type(module).__module__}.{type(module).__qualname__}" == kind
+        own = class_of(module)
+        return f"{own.__module__}.{own.__qualname__}" == kind
     return isinstance(module, kind) and type(module).forward is kind.forward
 
 

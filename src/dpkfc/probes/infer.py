@@ -10,6 +10,7 @@ from dpkfc.probes.pink import PinkNoise
 from dpkfc.probes.probe import Probe
 from dpkfc.probes.tabular import Tabular
 from dpkfc.probes.tokens import Tokens
+from dpkfc.sharding import class_of
 
 SHAPELESS = (nn.Flatten, nn.Identity, nn.Dropout)  # these do not change a row of features
 
@@ -81,8 +82,8 @@ def _token_id(config: Any, name: str, vocabulary: int) -> int | None:
 def _from_first_layer(model: nn.Module) -> Probe | None:
     leaves = (module for module in model.modules() if not any(module.children()))
     first = next((leaf for leaf in leaves if not isinstance(leaf, SHAPELESS)), None)
-    if type(first) is nn.Linear:
+    if isinstance(first, nn.Linear) and class_of(first) is nn.Linear:
         return Tabular(first.in_features)
-    if type(first) is nn.Embedding:
+    if isinstance(first, nn.Embedding) and class_of(first) is nn.Embedding:
         return Tokens(first.num_embeddings, 32, pad=first.padding_idx, mask=None)
     return None
