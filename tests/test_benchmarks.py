@@ -213,7 +213,8 @@ def test_settings_describe_the_run(result: dict[str, Any]) -> None:
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     done = bench("--json", "unused.json", "--workloads", "lstm")
     assert done.returncode == 2
-    assert "'lstm' is not known: choose from mlp, cnn, resnet, vit, minilm, gpt2" in done.stderr
+    known = "mlp, cnn, resnet, vgg, vit, minilm, gpt2"
+    assert f"'lstm' is not known: choose from {known}" in done.stderr
 
 
 def test_the_device_benchmark_counts_and_compares() -> None:

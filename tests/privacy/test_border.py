@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import dpkfc
 from dpkfc.accounting.unchecked import NOT_CHECKED
+from dpkfc.engine.state_files import pack
 from dpkfc.losses import cross_entropy
 from dpkfc.random import first_key
 
@@ -1307,7 +1308,7 @@ def test_a_checkpoint_is_validated_before_anything_changes(
     state = {**trained.state_dict(), field: value}
     document = json.loads((tmp_path / "run" / "state.json").read_text())
     parts = dict(document["state"]["dict"])
-    parts["private"] = dpkfc.engine.checkpoint._pack(state, {}, "")
+    parts["private"] = pack(state, {}, "")
     document["state"]["dict"] = [[name, part] for name, part in parts.items()]
     (tmp_path / "run" / "state.json").write_text(json.dumps(document))
     fresh = begin(network(), records())

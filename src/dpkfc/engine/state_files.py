@@ -7,6 +7,7 @@ have alike is written once. Any number of ranks can read them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,13 +53,22 @@ def read_tensors(folder: Path, tree: Any, ranks: Ranks, mesh: Any) -> dict[str, 
     """
     if (folder / TENSORS).exists():
         return load_file(folder / TENSORS)
+    if not any(is_tensor_file(place.name) for place in folder.iterdir()):
+        raise ValueError(f"there is no file '{TENSORS}'")
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
     tensors = {leaf["tensor"]: _empty(leaf, mesh) for leaf in _leaves(tree)}
     reader = HuggingFaceStorageReader(str(folder))
     alone = ranks.count == 1
-    load(tensors, storage_reader=reader, process_group=ranks.control, no_dist=alone)
+    with warnings.catch_warnings():
+        # that there is no process group
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        try:
+            load(tensors, storage_reader=reader, process_group=ranks.control, no_dist=alone)
+        except CheckpointException as problem:
+            raise ValueError(f"its tensors cannot be read: {problem}") from problem
     return tensors
 
 
