@@ -58,8 +58,10 @@ def test_weights_are_those_of_one_process(
             for own, other in zip(each.noise[step], one.noise[step], strict=True):
                 assert torch.equal(own, other), "noise is the same bits"
             for own, other in zip(each.sums[step], one.sums[step], strict=True):
-                # on the scale of one record: maps and weights of earlier steps are rounded too
-                torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4 * record)
+                # A noisy sum near the middle between two points of the grid may be rounded to
+                # either. Later steps then start at weights that differ by a cell of the grid.
+                allowed = 1e-5 if step == 0 else 1e-3
+                torch.testing.assert_close(own, other, rtol=allowed, atol=allowed * record)
         for own, other, first in zip(each.weights, one.weights, ranks[0].weights, strict=True):
             torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
             assert torch.equal(own, first), "the ranks do not drift apart"

@@ -34,6 +34,8 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], ranks: Ranks) -> Non
     if ranks.count == 1:
         save_file(tensors, folder / TENSORS)
         return
+    if not tensors:
+        return
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -53,13 +55,15 @@ def read_tensors(folder: Path, tree: Any, ranks: Ranks, mesh: Any) -> dict[str, 
     """
     if (folder / TENSORS).exists():
         return load_file(folder / TENSORS)
+    tensors = {leaf["tensor"]: _empty(leaf, mesh) for leaf in _leaves(tree)}
+    if not tensors:
+        return {}
     if not any(is_tensor_file(place.name) for place in folder.iterdir()):
         raise ValueError(f"there is no file '{TENSORS}'")
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    tensors = {leaf["tensor"]: _empty(leaf, mesh) for leaf in _leaves(tree)}
     reader = HuggingFaceStorageReader(str(folder))
     alone = ranks.count == 1
     with warnings.catch_warnings():
