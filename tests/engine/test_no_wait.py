@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dpkfc import normals
-from dpkfc.engine.run import NotPrivate, _Counts
+from dpkfc.engine.counts import Counts, NotPrivate
 from dpkfc.engine.step import ClippedBatch, clip_and_sum, release
 from dpkfc.geometry.diagonal import DiagonalMap
 from dpkfc.geometry.factors import FullRoot, LowRankRoot
@@ -183,7 +183,7 @@ def test_norms_clipping_and_sums(layer: str, kind: str) -> None:
             expected_batch_size=BATCH,
         )
         assert clipped is not None
-        counts = _Counts(NotPrivate())
+        counts = Counts(NotPrivate())
         counts.add(clipped)
         counts.add(clipped)
         totals = [part for parts in clipped.sums.values() for part in parts]
@@ -250,12 +250,12 @@ def _poles_are_sent_once() -> Iterator[None]:
 
 def test_values_are_asked_for_when_the_user_does() -> None:
     finite = torch.tensor([True, False, True])
-    counts = _Counts(NotPrivate())
+    counts = Counts(NotPrivate())
     for _ in range(2):
         counts.add(ClippedBatch({}, torch.tensor([0.5, 0.0, 1.0]), finite))
     assert counts.read() == counts.read() == NotPrivate(samples=6, clipped=2, non_finite=2)
     with device_without_values():
-        fake = _Counts(NotPrivate())
+        fake = Counts(NotPrivate())
         fake.add(ClippedBatch({}, torch.ones(3, device=DEVICE), torch.ones(3, device=DEVICE) > 0))
         with pytest.raises((RuntimeError, AssertionError), match=WAITS_OR_COPIES):
             fake.read()

@@ -29,19 +29,13 @@ from dpkfc.accounting.ledger import Ledger
 from dpkfc.distributed import Ranks
 from dpkfc.engine import checkpoint, foreign, guards, lineage, resume
 from dpkfc.engine.checks import check_isolation
+from dpkfc.engine.counts import Counts, NotPrivate
 from dpkfc.engine.fingerprint import Fingerprint
 from dpkfc.engine.loader import Chunk, PrivateLoader, Source
 from dpkfc.engine.loss_comparison import LoopTrace, Loss, compare_with_declared_loss, random_weights
 from dpkfc.engine.options import Options
 from dpkfc.engine.rng_state import seed_generators
-from dpkfc.engine.step import (
-    ClippedBatch,
-    Sums,
-    add_sums_,
-    clip_and_sum,
-    release,
-    write_grads,
-)
+from dpkfc.engine.step import Sums, add_sums_, clip_and_sum, release, write_grads
 from dpkfc.errors import PrivacyError
 from dpkfc.geometry.base import Geometry
 from dpkfc.noise.factorization import Factorization
@@ -56,38 +50,6 @@ from dpkfc.sampling import CyclicPoisson
 from dpkfc.sharding import is_sharded, owned_ranges, reshard
 
 SECRET_CHECKS = 3  # steps after the first at which model and loss are checked again
-
-
-@dataclass
-class NotPrivate:
-    """Exact counts over the private records, not covered by epsilon: do not publish them."""
-
-    samples: int = 0
-    clipped: int = 0
-    non_finite: int = 0
-
-
-class _Counts:
-    """Counts that stay on the device until somebody asks for them."""
-
-    def __init__(self, counted: NotPrivate) -> None:
-        self._counted = counted
-        self._on_device: Tensor | None = None  # clipped and not finite, not yet in `_counted`
-
-    def add(self, clipped: ClippedBatch) -> None:
-        self._counted.samples += len(clipped.finite)
-        is_clipped = (clipped.clip_factors < 1).logical_and(clipped.finite)
-        counts = torch.stack([is_clipped.sum(), (~clipped.finite).sum()])
-        self._on_device = counts if self._on_device is None else self._on_device + counts
-
-    def read(self) -> NotPrivate:
-        """The counts as numbers. Waits for the device."""
-        if self._on_device is not None:
-            clipped, non_finite = self._on_device.tolist()
-            self._counted.clipped += clipped
-            self._counted.non_finite += non_finite
-            self._on_device = None
-        return self._counted
 
 
 @dataclass
@@ -141,7 +103,7 @@ class PrivateRun:
         self.plan, self.model, self.optimizer = plan, model, optimizer
         self.geometry, self.factorization = geometry, factorization
         self.vmap_modules = capture.vmap_modules
-        self._counts = _Counts(NotPrivate())
+        self._counts = Counts(NotPrivate())
         self.steps = 0
         self.took_step = False
         self.detached = False
