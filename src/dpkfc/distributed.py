@@ -91,7 +91,8 @@ class Ranks:
         """Continue if no rank has a problem and all have the same numbers; else raise everywhere.
 
         Raises:
-            Exception: the own problem, or an error with that of the first rank that has one.
+            Exception: `problem` itself on a rank that passed one; on the others an error with the
+                message of the first rank that did.
             PrivacyError: the ranks have different numbers, such as different steps.
         """
         if self.count == 1:
@@ -249,9 +250,10 @@ def buckets(tensors: Mapping[Key, Tensor]) -> Iterator[list[Key]]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel, whose own reduction of gradients is switched off.
+    """The module inside DistributedDataParallel, whose reduction of gradients is switched off.
 
-    It would send raw gradients, and wait for gradients that capture never forms.
+    It would send raw gradients. It would also wait for ``.grad`` of every parameter, which no
+    backward pass forms here.
     """
     while isinstance(model, nn.parallel.DistributedDataParallel):
         stop_reducing(model)
@@ -260,5 +262,5 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def stop_reducing(wrapper: nn.parallel.DistributedDataParallel) -> None:
-    """The wrapper passes calls on to its module and sends nothing."""
+    """Switch off the wrapper's reduction of gradients; it passes calls on to its module."""
     wrapper.require_backward_grad_sync = False

@@ -1,10 +1,11 @@
 """Parameters that FSDP2 (`fully_shard`) has divided over the ranks: which part this rank holds.
 
-A sharded parameter is a DTensor. Its rows (the first dimension) are cut into one piece per rank,
-`ceil(rows / ranks)` rows each, so that the last pieces may be smaller or empty. Everything that is
-as large as the parameter is kept in such pieces: sums of gradients, their noise, the buffers of
-correlated noise. During forward and backward passes FSDP2 replaces the parameter by the gathered
-one; `engine` and `per_sample` keep the sharded one as the parameter's identity.
+A sharded parameter is a DTensor. Its rows (the first dimension) are divided over the n ranks that
+hold one copy of the model (all ranks, except with HSDP): `ceil(rows / n)` rows each, so that the
+last pieces may be smaller or empty. Everything that is as large as the parameter is kept in such
+pieces: sums of gradients, their noise, the buffers of correlated noise. During forward and backward
+passes FSDP2 replaces the parameter by the gathered one; `engine` and `per_sample` keep the sharded
+one as the parameter's identity.
 
 All functions accept ordinary parameters too, of which every rank holds the whole.
 """
@@ -40,7 +41,7 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 
 def is_sharded(p: Tensor) -> bool:
-    """True for a DTensor."""
+    """True for a DTensor. `problem_with` checks how it is divided."""
     return hasattr(p, "device_mesh")
 
 
@@ -74,10 +75,10 @@ def own_part(p: Tensor, full: Tensor) -> Tensor:
 
 
 def owned_ranges(params: Iterable[nn.Parameter]) -> list[range]:
-    """Which stretches of the flat vector of all parameters this rank holds, parameter by parameter.
+    """Index ranges of the flat vector of all parameters that this rank holds, one per parameter.
 
-    This is why any number of ranks adds the same noise: the noise of a number is determined by its
-    place in this vector.
+    The noise of an entry depends on the key of the step and on the index of the entry in this
+    vector. So it does not depend on the number of ranks.
     """
     ranges, offset = [], 0
     for p in params:
@@ -97,13 +98,13 @@ def sum_over_ranks(full: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Te
     ranks. With HSDP, an all-reduce over the copies of the model follows.
     """
     mesh = mesh_of(next(iter(full)))
-    *copies, sharded = range(mesh.ndim)
-    count = mesh.size(sharded)
+    *replicate_dims, shard_dim = range(mesh.ndim)
+    count = mesh.size(shard_dim)
     # [ranks, numbers of a rank]; the last ranks' rows are padded, as FSDP2 divides them
     together = torch.cat([_rows_by_rank(x, count) for x in full.values()], dim=1)
     sums = together.new_empty(together.shape[1])
-    dist.reduce_scatter_tensor(sums, together.flatten(), group=mesh.get_group(sharded))
-    for dim in copies:
+    dist.reduce_scatter_tensor(sums, together.flatten(), group=mesh.get_group(shard_dim))
+    for dim in replicate_dims:
         dist.all_reduce(sums, group=mesh.get_group(dim))
     parts = {}
     for p, part in zip(full, sums.split(_sizes_by_rank(full.values(), count)), strict=True):
@@ -126,7 +127,7 @@ def _sizes_by_rank(tensors: Iterable[Tensor], count: int) -> list[int]:
 
 
 def tensors_to_copy(model: nn.Module) -> list[Tensor]:
-    """What all ranks must have alike: buffers, and parameters that are not sharded."""
+    """What is copied from the first rank: buffers, and parameters that are not sharded."""
     whole = [p for p in model.parameters() if not is_sharded(p)]
     return [*whole, *(b for b in model.buffers() if not is_sharded(b))]
 
@@ -153,8 +154,8 @@ def like_parameter(p: Tensor, part: Tensor) -> Tensor:
     )
 
 
-def placements_by_row(mesh: Any, dim: int) -> list[Any]:
-    """Sharded over the last dimension of the mesh, replicated over the others (HSDP)."""
+def fsdp_placements(mesh: Any, dim: int) -> list[Any]:
+    """Shard dimension `dim` over the last mesh dimension; replicate over the others (HSDP)."""
     from torch.distributed.tensor import Replicate, Shard
 
     return [Replicate()] * (mesh.ndim - 1) + [Shard(dim)]
@@ -189,7 +190,7 @@ def buffers_by_parameter(past: Tensor, params: Mapping[str, nn.Parameter]) -> di
             mesh = mesh_of(p)
             shape = torch.Size((len(past), *p.shape))
             stride = torch.empty(shape, device="meta").stride()
-            placements = placements_by_row(mesh, 1)
+            placements = fsdp_placements(mesh, 1)
             own = DTensor.from_local(
                 own, mesh, placements, run_check=False, shape=shape, stride=stride
             )

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dpkfc.distributed import Ranks
-from dpkfc.sharding import is_sharded, placements_by_row
+from dpkfc.sharding import fsdp_placements, is_sharded
 
 TENSORS = "tensors.safetensors"  # of one process
 SHARD = "shard-"  # files of ranks begin with this
@@ -50,8 +50,9 @@ def read_tensors(folder: Path, tree: Any, ranks: Ranks, mesh: Any) -> dict[str, 
         folder: that `write_tensors` was given.
         tree: what `pack` has returned.
         ranks: of this job.
-        mesh: the device mesh of sharded parameters. Tensors that were sharded when they were
-            written are divided over it; without one, every rank reads the whole tensors.
+        mesh: the device mesh of sharded parameters, or None. With a mesh, tensors that were sharded
+            when they were written are divided over it. All others, and all tensors of a checkpoint
+            of one process, are read whole: see `sharding.divided_like_parameters`.
     """
     if (folder / TENSORS).exists():
         return load_file(folder / TENSORS)
@@ -59,7 +60,10 @@ def read_tensors(folder: Path, tree: Any, ranks: Ranks, mesh: Any) -> dict[str, 
     if not tensors:
         return {}
     if not any(is_tensor_file(place.name) for place in folder.iterdir()):
-        raise ValueError(f"there is no file '{TENSORS}'")
+        raise ValueError(
+            f"it has no tensors: expected '{TENSORS}' or files '{SHARD}*.safetensors'. Copy the "
+            "whole folder, to where all ranks can read it"
+        )
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -67,7 +71,7 @@ def read_tensors(folder: Path, tree: Any, ranks: Ranks, mesh: Any) -> dict[str, 
     reader = HuggingFaceStorageReader(str(folder))
     alone = ranks.count == 1
     with warnings.catch_warnings():
-        # that there is no process group
+        # torch warns if there is no process group, as in one process
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
             load(tensors, storage_reader=reader, process_group=ranks.control, no_dist=alone)
@@ -82,7 +86,7 @@ def _empty(leaf: dict[str, Any], mesh: Any) -> Tensor:
         return torch.empty(leaf["shape"], dtype=dtype)
     from torch.distributed.tensor import empty
 
-    placements = placements_by_row(mesh, leaf["sharded_dim"])
+    placements = fsdp_placements(mesh, leaf["sharded_dim"])
     return empty(*leaf["shape"], dtype=dtype, device_mesh=mesh, placements=placements)
 
 
@@ -103,7 +107,7 @@ def pack(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
     Args:
         value: numbers, strings, tensors, and lists, tuples and dictionaries of them.
         tensors: receives the tensors by name.
-        place: the name of this value, the beginning of those in it.
+        place: the name of this value, and the prefix of the names of those inside it.
     """
     if isinstance(value, Tensor):
         sharded = is_sharded(value)
