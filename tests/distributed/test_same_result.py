@@ -24,8 +24,11 @@ BATCHES: list[dict[str, Any]] = [
 
 
 SETTINGS = [
-    *product(["two"], ["plain", "fsdp"], ["identity", "kfc"], ["independent", "banded"], range(3)),
-    *product(["three"], ["plain", "fsdp"], ["kfc"], ["banded"], range(3)),
+    *product(["two"], ["plain", "fsdp"], ["identity"], ["independent"], range(3)),
+    *product(["two"], ["plain", "fsdp"], ["kfc"], ["banded"], range(3)),
+    *product(["two"], ["fsdp"], ["identity"], ["banded"], [2]),
+    *product(["two"], ["fsdp"], ["kfc"], ["independent"], [2]),
+    *product(["three"], ["plain", "fsdp"], ["kfc"], ["banded"], [1, 2]),
     *product(["two"], ["ddp before", "ddp after"], ["kfc"], ["banded"], [0, 2]),
 ]
 
